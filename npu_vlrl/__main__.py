@@ -1,0 +1,3 @@
+from npu_vlrl.cli import main
+
+raise SystemExit(main())

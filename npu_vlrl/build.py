@@ -1,0 +1,110 @@
+"""From a configuration to the parts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from npu_vlrl import kernels
+from npu_vlrl.config import Config, ConfigError, SourceConfig
+from npu_vlrl.data.source import TaskSource
+from npu_vlrl.data.synthetic import arrow_task, load_photos, photo_task
+from npu_vlrl.hardware import Platform, select
+from npu_vlrl.learner.algorithm import Algorithm, resolve
+from npu_vlrl.model.load import LoadedModel, load_model
+from npu_vlrl.model.vision import VisionFeatures
+from npu_vlrl.rollout.inprocess import InProcessEngine
+from npu_vlrl.types import Task
+from npu_vlrl.workflow.render import Renderer
+from npu_vlrl.workflow.rewards import make_judge
+from npu_vlrl.workflow.tools import Toolbox
+from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
+
+EVALUATION_SEED = 1_000_003
+"""Added to `train.seed` for generated evaluation tasks, so that no training task is among them."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a run is made of, but the learner."""
+
+    platform: Platform
+    loaded: LoadedModel
+    vision: VisionFeatures
+    engine: InProcessEngine
+    workflow: VisionMultiTurnAgenticWorkflow
+    algorithm: Algorithm
+    train_tasks: TaskSource
+    eval_tasks: list[Task]
+    train_sampling: Sampling
+    eval_sampling: Sampling
+
+
+def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
+    """Builds all parts; processes that they start end with `cleanup`.
+
+    Raises ConfigError or HardwareError before anything expensive happens, as far as that can be known.
+    """
+    platform = select()
+    kernels.use(platform.kernels)
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    torch.manual_seed(config.train.seed)
+    algorithm = resolve(config.algorithm)
+    judge = make_judge(
+        config.reward.rule, config.reward.options, workers=config.reward.workers, deadline_s=config.reward.deadline_s
+    )
+    cleanup.callback(judge.close)
+    toolbox = Toolbox(config.workflow.tools)
+    train_tasks = task_source(config.data.train, config.train.seed, config.model.path)
+    loaded = load_model(config.model, run_dir / "model", config.train.seed, platform.device())
+    renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
+    vision = VisionFeatures(loaded.policy, loaded.processor, config.rollout.feature_cache_mib * 2**20)
+    workflow = VisionMultiTurnAgenticWorkflow(config.workflow, renderer, judge, toolbox, config.reward.failed_reward)
+    rollout, evaluation = config.rollout, config.evaluation
+    return Parts(
+        platform,
+        loaded,
+        vision,
+        InProcessEngine(loaded.policy, vision),
+        workflow,
+        algorithm,
+        train_tasks,
+        evaluation_tasks(config),
+        Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.train.seed),
+        Sampling(evaluation.temperature, evaluation.top_p, evaluation.top_k, config.train.seed),
+    )
+
+
+def task_source(config: SourceConfig, seed: int, model_path: str) -> TaskSource:
+    if config.generator is not None:
+        return TaskSource.generated(_generator(config.generator, seed, model_path))
+    assert config.path is not None
+    if not Path(config.path).exists():
+        raise ConfigError(
+            f"data: {config.path} does not exist (for the sample problems run `npu-vlrl data geo3k --out DIR` first)"
+        )
+    return TaskSource.from_records(
+        Path(config.path), seed, shuffle=config.shuffle, max_skip_share=config.max_skip_share
+    )
+
+
+def evaluation_tasks(config: Config) -> list[Task]:
+    """The first `evaluation.tasks` tasks of `data.eval`, or of the training source where there is none."""
+    source = config.data.eval or config.data.train
+    tasks = task_source(source, config.train.seed + EVALUATION_SEED, config.model.path).all()
+    limit = config.evaluation.tasks
+    return [task for _, task in zip(range(limit), tasks, strict=False)] if limit else list(tasks)
+
+
+def _generator(name: str, seed: int, model_path: str) -> Callable[[int], Task]:
+    # one merged patch is 28 pixels for Qwen2.5-VL and 32 for Qwen3-VL; the picture is 2 x 2 of them
+    unit = 32 if "qwen3_vl" in model_path else 28
+    if name == "arrow":
+        return lambda index: arrow_task(seed, index, size=2 * unit, card=unit)
+    photos = load_photos()
+    return lambda index: photo_task(seed, index, photos, size=2 * unit, card=unit)

@@ -1,0 +1,311 @@
+"""The whole configuration: one typed schema, read from a YAML file and `key=value` overrides.
+
+Unknown keys are errors that name the nearest known key. Every field is read somewhere; a test checks it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from yaml import YAMLError
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrOff = Annotated[int, Field(ge=0)]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names the key and what to change."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """Where a run writes."""
+
+    dir: str = "runs/latest"
+    if_exists: Literal["raise", "resume"] = "raise"
+    log_every: Count = 1
+    """Steps between lines of progress."""
+    show_every: CountOrOff = 10
+    """Steps between sampled trajectories on the screen; 0 disables."""
+    record_every: CountOrOff = 1
+    """Steps between steps whose trajectories are written to `trajectories.jsonl`; 0 disables."""
+    checkpoint_every: CountOrOff = 0
+    """Steps between checkpoints; 0 writes only the last one."""
+    keep_checkpoints: Count = 2
+
+
+class LoraConfig(Section):
+    """Low-rank adapters through peft."""
+
+    rank: Count = 16
+    alpha: Positive = 32.0
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of language-model layers; each must match at least one."""
+
+
+class ModelConfig(Section):
+    path: str
+    """A Hugging Face folder, or `tiny:qwen2_5_vl`, `tiny:qwen3_vl`, `tiny:qwen3` for a model with random weights."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    freeze_vision: bool = False
+    gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
+    min_pixels: Count | None = None
+    """Overrides the image processor of the model folder."""
+    max_pixels: Count | None = None
+
+
+class SourceConfig(Section):
+    """Where tasks come from: records in a file, or an endless seeded generator."""
+
+    path: str | None = None
+    """Parquet, JSON lines, or a Hugging Face dataset folder."""
+    generator: Literal["photo", "arrow"] | None = None
+    shuffle: bool = True
+    max_skip_share: Share = 0.1
+    """Share of unusable records (counted and reported) above which the run ends."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SourceConfig:
+        if (self.path is None) == (self.generator is None):
+            raise ValueError("give either `path` or `generator`")
+        return self
+
+
+class DataConfig(Section):
+    train: SourceConfig
+    eval: SourceConfig | None = None
+
+
+class WorkflowConfig(Section):
+    """What happens in an episode."""
+
+    max_turns: Count = 3
+    """Turns of the policy in an episode; a tool call is a turn."""
+    turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    reward_mode: Literal["best", "last", "sum"] = "best"
+    export_style: Literal["concat", "individual"] = "concat"
+    retry_when: Annotated[str, Field(pattern=r"^(unsolved|reward_below: *-?\d+(\.\d+)?)$")] = "unsolved"
+    """`unsolved`, or `reward_below: X` to retry any answer that scored less than X."""
+    feedback: str = "Your answer is not right. Look again, find the mistake and try again."
+    """What the model is told after an answer that is retried, unless the judge gives its own feedback."""
+    system_prompt: str | None = None
+    """Replaces the system message of the task; None keeps it."""
+    tools: tuple[str, ...] = ()
+    """Registered names, or `path/to/file.py:function`."""
+    describe_tools: bool = True
+    """Puts the tools' schemas in the system message."""
+    tool_error_reward: float = 0.0
+    """Reward of a turn whose tool call failed."""
+    tool_call_reward: float = 0.0
+    """Reward of a turn whose tool calls all worked."""
+    turn_tokens: Count = 512
+    """Tokens the policy may sample in one turn."""
+    context_tokens: Annotated[int, Field(ge=2)] = 4096
+    """Tokens of a whole episode, images included."""
+
+    @property
+    def retry_below(self) -> float | None:
+        """The X of `reward_below: X`; None means that unsolved answers are retried."""
+        return None if self.retry_when == "unsolved" else float(self.retry_when.partition(":")[2])
+
+
+class RewardConfig(Section):
+    rule: str = "math_verify"
+    """A registered rule, or `path/to/file.py:function`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    workers: Count = 1
+    """Judge processes."""
+    deadline_s: Positive = 5.0
+    """Seconds after which a judge is killed; the answer scores `failed_reward` and is counted."""
+    failed_reward: float = 0.0
+
+
+class RolloutConfig(Section):
+    groups: Count = 16
+    """Tasks a step."""
+    group_size: Count = 4
+    """Trajectories a task."""
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: CountOrOff = 0
+    feature_cache_mib: CountOrOff = 256
+    """Memory for vision features of a frozen tower; 0 disables."""
+    max_failed_share: Share = 0.5
+    """Share of failed groups in a step above which the run ends."""
+
+
+class AlgorithmConfig(Section):
+    """`preset` fills what is left at None."""
+
+    preset: Literal["grpo", "dapo", "dr_grpo", "rloo"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo"] | None = None
+    advantage_std: Literal["group", "batch"] | None = None
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] | None = None
+    ratio: Literal["token", "sequence"] = "token"
+    clip_low: Positive | None = None
+    clip_high: Positive | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    kl_coef: NonNegative | None = None
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    dynamic_sampling: bool | None = None
+    """Replaces groups whose rewards are all equal."""
+    max_extra_groups: CountOrOff = 32
+    """Groups that dynamic sampling may add in a step."""
+    loss_constant: Positive = 1024.0
+    """Divisor of the `constant` aggregation, in tokens per sample."""
+    updates: Count = 1
+    """Optimiser steps on each batch of trajectories; the batch is split into as many mini-batches."""
+    epochs: Count = 1
+    """Passes over each batch."""
+    max_logprob_gap: Positive = 0.05
+    """Largest |learner - engine| log-probability allowed on the first mini-batch; more ends the run."""
+
+
+class OptimConfig(Section):
+    lr: Positive = 1e-6
+    warmup_steps: CountOrOff = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NonNegative = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    max_grad_norm: Positive = 1.0
+    micro_batch_tokens: Count = 4096
+    """Tokens packed into one forward pass; a longer sample gets a pass of its own."""
+    logprob_chunk: Count = 1024
+    """Trained positions whose logits exist at the same time."""
+
+
+class WarmStartConfig(Section):
+    """Supervised steps on scripted demonstrations of a generator's tasks, to teach the format."""
+
+    steps: CountOrOff = 0
+    batch: Count = 32
+    lr: Positive = 1e-3
+    right_share: Share = 0.25
+    """Share of the demonstrated answers that are right; the others are drawn from the wrong ones."""
+
+
+class TrainConfig(Section):
+    steps: CountOrOff = 100
+    seed: CountOrOff = 0
+    threads: CountOrOff = 0
+    """CPU threads of PyTorch; 0 leaves its default."""
+
+
+class EvalConfig(Section):
+    every: CountOrOff = 0
+    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    tasks: CountOrOff = 64
+    """Tasks evaluated; 0 takes all of a file."""
+    temperature: NonNegative = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: CountOrOff = 0
+
+
+class Config(Section):
+    model: ModelConfig
+    data: DataConfig
+    run: RunConfig = RunConfig()
+    train: TrainConfig = TrainConfig()
+    workflow: WorkflowConfig = WorkflowConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    evaluation: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.rollout.group_size == 1 and self.train.steps:
+            raise ValueError(
+                "rollout.group_size=1 gives every trajectory the advantage zero; use at least 2 (or train.steps=0)"
+            )
+        if self.train.steps and (self.rollout.top_p < 1 or self.rollout.top_k > 0):
+            raise ValueError(
+                "rollout.top_p below 1 or rollout.top_k above 0 samples from another distribution than the one that is "
+                "trained; leave them at 1 and 0 (evaluation.top_p and evaluation.top_k are free)"
+            )
+        if self.workflow.turn_tokens >= self.workflow.context_tokens:
+            raise ValueError("workflow.turn_tokens must be smaller than workflow.context_tokens")
+        if self.warm_start.steps and self.data.train.generator is None:
+            raise ValueError("warm_start needs data.train.generator: files hold no demonstrations; set warm_start.steps=0")
+        if self.warm_start.steps and self.model.lora is not None:
+            raise ValueError("warm_start trains the whole model, not an adapter; set warm_start.steps=0 or model.lora=null")
+        if self.evaluation.tasks == 0 and self.data.eval is not None and self.data.eval.generator is not None:
+            raise ValueError("evaluation.tasks=0 means all of a file, and a generator is endless; give a number")
+        if self.algorithm.updates > self.rollout.groups:
+            raise ValueError("algorithm.updates cannot exceed rollout.groups: a mini-batch holds whole groups")
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file (OmegaConf interpolation allowed) and applies dotted `key=value` overrides.
+
+    Raises ConfigError, whose message names the file, the key, and the nearest known key for a misspelt one.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such configuration file")
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"override {override!r} is not of the form key=value, e.g. train.steps=10")
+    try:
+        loaded = OmegaConf.load(path)
+        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: the file must hold a mapping of sections, got {type(values).__name__}")
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path}:\n" + "\n".join(_explain(error))) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML that `load_config` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def sections(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every configuration key with its field, e.g. ("train.steps", FieldInfo)."""
+    for name, info in model.model_fields.items():
+        nested = [t for t in (info.annotation, *get_args(info.annotation)) if _is_section(t)]
+        if nested:
+            yield from sections(nested[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    known = [key for key, _ in sections()]
+    known += sorted({key.rpartition(".")[0] for key in known} - {""})
+    for item in error.errors():
+        key = ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden":
+            same_depth = [name for name in known if name.count(".") == key.count(".")]
+            near = difflib.get_close_matches(key, same_depth, 1)
+            yield f"  {key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+        elif item["type"] == "missing":
+            yield f"  {key}: required, but not given"
+        else:
+            got = "" if isinstance(item["input"], dict) else f" (got {item['input']!r})"
+            yield f"  {key or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{got}"

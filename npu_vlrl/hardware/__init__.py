@@ -1,0 +1,31 @@
+"""The only room, with `kernels/`, that may name a vendor. Everybody else asks `select()`."""
+
+from __future__ import annotations
+
+import os
+
+from npu_vlrl.hardware.base import HardwareError, Platform
+from npu_vlrl.hardware.cpu import CpuPlatform
+from npu_vlrl.hardware.cuda import CudaPlatform
+
+PLATFORMS: dict[str, type[Platform]] = {"cuda": CudaPlatform, "cpu": CpuPlatform}
+"""In the order in which they are tried."""
+
+VARIABLE = "NPU_VLRL_PLATFORM"
+
+
+def select() -> Platform:
+    """The platform that `NPU_VLRL_PLATFORM` names, else the first that is really usable.
+
+    Raises HardwareError when the named platform is unknown or unusable; the message says what is missing.
+    """
+    wanted = os.environ.get(VARIABLE)
+    if wanted:
+        if wanted not in PLATFORMS:
+            raise HardwareError(f"{VARIABLE}={wanted} is not a platform; choose one of {', '.join(PLATFORMS)}")
+        platform = PLATFORMS[wanted]()
+        missing = platform.missing()
+        if missing:
+            raise HardwareError(f"{VARIABLE}={wanted}, but {missing}")
+        return platform
+    return next(platform for platform in (make() for make in PLATFORMS.values()) if platform.missing() is None)

@@ -1,0 +1,38 @@
+"""Numbers that describe the rollouts of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Trajectory
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> dict[str, float]:
+    """Means over trajectories, over turns, or over samples; shares are in 0..1, lengths in tokens."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    rewards = np.array([sample.reward for sample in samples])
+    groups: dict[str, set[float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, set()).add(sample.reward)
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "first_try_accuracy": _share(t.solved_first_try for t in trajectories),
+        "solved": _share(t.solved for t in trajectories),
+        "turns": len(turns) / len(trajectories),
+        "tool_calls": sum(len(turn.tool_calls) for turn in turns) / len(trajectories),
+        "tool_errors": sum(result.error for turn in turns for result in turn.tool_results) / len(trajectories),
+        "action_tokens": sum(len(turn.action) for turn in turns) / max(1, len(turns)),
+        "sample_tokens": float(np.mean([len(sample) for sample in samples])),
+        "cut_turns": _share(turn.action.stop_reason is not StopReason.END_OF_TURN for turn in turns),
+        "judge_errors": float(sum(turn.judge_error is not None for turn in turns)),
+        "groups_without_spread": _share(len(values) == 1 for values in groups.values()),
+        **{f"status/{s.value}": _share(t.status is s for t in trajectories) for s in EpisodeStatus},
+    }
+
+
+def _share(flags: object) -> float:
+    values = list(flags)  # type: ignore[call-overload]
+    return sum(values) / max(1, len(values))

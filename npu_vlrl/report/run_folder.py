@@ -1,0 +1,153 @@
+"""The folder of a run: what was configured, measured and seen, as JSON lines that any tool can read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from PIL import Image as PillowImage
+
+from npu_vlrl import __version__
+from npu_vlrl.config import Config, ConfigError, dump_config, load_config
+from npu_vlrl.types import Image, Segment, Trajectory
+
+PACKAGES = ("torch", "transformers", "tokenizers", "peft", "pillow", "math-verify")
+
+
+class RunFolder:
+    """Opens `run.dir`. Raises ConfigError when it exists and `run.if_exists` is `raise`, or when a resumed run was
+    configured differently (more steps and other `run.*` settings are allowed).
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(config.run.dir)
+        self.resumed = (self.path / "config.yaml").is_file()
+        if self.resumed:
+            self._check_resumable(config)
+        elif self.path.exists() and any(p.name != "model" for p in self.path.iterdir()):
+            raise ConfigError(f"run.dir: {self.path} exists and is not a run folder; choose another with run.dir=…")
+        (self.path / "images").mkdir(parents=True, exist_ok=True)
+        (self.path / "config.yaml").write_text(dump_config(config))
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def rewind(self, step: int) -> None:
+        """Drops what was recorded at `step` or later, before the run repeats it."""
+        for name in ("metrics.jsonl", "trajectories.jsonl"):
+            file = self.path / name
+            if file.is_file():
+                kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < step]
+                file.write_text("".join(line + "\n" for line in kept))
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._append("metrics.jsonl", {"step": step, **{k: _finite(v) for k, v in values.items()}})
+
+    def trajectories(self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[str, float]) -> None:
+        """Writes each trajectory with its tokens; pictures go to `images/HASH.png`, once each."""
+        for trajectory in trajectories:
+            for image in _images(trajectory):
+                self._save(image)
+            self._append("trajectories.jsonl", {"step": step, **trajectory_record(trajectory, advantages)})
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        (self.path / "summary.json").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def _save(self, image: Image) -> None:
+        target = self.path / "images" / f"{image.hash}.png"
+        if not target.exists():
+            PillowImage.fromarray(image.rgb).save(target, compress_level=1)
+
+    def _check_resumable(self, config: Config) -> None:
+        if config.run.if_exists == "raise":
+            raise ConfigError(
+                f"run.dir: {self.path} holds a run; continue it with run.if_exists=resume or choose another run.dir"
+            )
+        before, now = (
+            c.model_dump(exclude={"run": True, "train": {"steps"}})
+            for c in (load_config(self.path / "config.yaml"), config)
+        )
+        changed = [f"{s}.{k}" for s in now for k in (now[s] or {}) if now[s][k] != (before[s] or {}).get(k)]
+        if changed:
+            raise ConfigError(f"run.dir: {self.path} was configured differently in {', '.join(changed)}; cannot resume")
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package and of what it stands on."""
+    found = {"npu_vlrl": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def trajectory_record(trajectory: Trajectory, advantages: Mapping[str, float]) -> dict[str, Any]:
+    """A trajectory as JSON values. `advantages` holds the advantage of each exported sample by its id."""
+    own = {key: value for key, value in advantages.items() if key.startswith(trajectory.id)}
+    return {
+        "id": trajectory.id,
+        "group": trajectory.group,
+        "task": trajectory.task.id,
+        "data_source": trajectory.task.data_source,
+        "answer": trajectory.task.answer,
+        "status": trajectory.status.value,
+        "error": trajectory.error,
+        "solved": trajectory.solved,
+        "solved_first_try": trajectory.solved_first_try,
+        "advantages": own,
+        "turns": [_turn_record(trajectory, k) for k in range(len(trajectory.turns))],
+    }
+
+
+def _turn_record(trajectory: Trajectory, k: int) -> dict[str, Any]:
+    turn = trajectory.turns[k]
+    before = trajectory.turns[k - 1] if k else None
+    kept = (*before.context, before.action) if before else ()
+    continues = turn.context[: len(kept)] == kept
+    verdict = turn.verdict
+    return {
+        "text": turn.text,
+        "continues": continues,
+        "new_context": [_segment_record(s) for s in (turn.context[len(kept) :] if continues else turn.context)],
+        "action": _segment_record(turn.action),
+        "verdict": verdict and {"reward": verdict.reward, "solved": verdict.solved, "terms": dict(verdict.terms)},
+        "tool_calls": [{"name": c.name, "arguments": dict(c.arguments)} for c in turn.tool_calls],
+        "tool_results": [
+            {"text": r.text, "images": [i.hash for i in r.images], "error": r.error} for r in turn.tool_results
+        ],
+        "feedback": turn.feedback,
+        "judge_error": turn.judge_error,
+    }
+
+
+def _segment_record(segment: Segment) -> dict[str, Any]:
+    record: dict[str, Any] = {"kind": segment.kind.value, "token_ids": segment.token_ids}
+    if segment.images:
+        record["images"] = [{"hash": i.image.hash, "grid": i.grid} for i in segment.images]
+    if segment.stop_reason is not None:
+        record |= {
+            "logprobs": [round(value, 6) for value in segment.logprobs],
+            "weight_versions": segment.weight_versions,
+            "stop_reason": segment.stop_reason.value,
+            "reward": segment.reward,
+        }
+    return record
+
+
+def _images(trajectory: Trajectory) -> set[Image]:
+    return {i.image for turn in trajectory.turns for segment in turn.context for i in segment.images}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,100 @@
+"""Groups of episodes for the learner: every task is played by `group_size` members at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from npu_vlrl.types import Engine, EpisodeStatus, Task, Trajectory
+from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
+
+
+class RolloutError(RuntimeError):
+    """Too many samples of a step cannot be used."""
+
+
+@dataclass
+class Rollout:
+    """The groups of one step.
+
+    A group with a failed member is left out whole: a group that lost members would be compared with itself only.
+    """
+
+    groups: list[list[Trajectory]] = field(default_factory=list)
+    failed: list[list[Trajectory]] = field(default_factory=list)
+    replaced: int = 0
+    """Groups that dynamic sampling replaced because all their rewards were equal."""
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [trajectory for group in self.groups for trajectory in group]
+
+    @property
+    def errors(self) -> list[str]:
+        return [t.error for group in self.failed for t in group if t.error is not None]
+
+
+async def play(
+    tasks: Sequence[Task],
+    workflow: VisionMultiTurnAgenticWorkflow,
+    engine: Engine,
+    group_size: int,
+    sampling: Sampling,
+    prefix: str,
+) -> list[list[Trajectory]]:
+    """Plays every task `group_size` times, all at once; `prefix` makes the group names unique, e.g. `step3`."""
+    members = [(task, f"{prefix}/{i}/{task.id}", m) for i, task in enumerate(tasks) for m in range(group_size)]
+    sessions = [engine.session() for _ in members]
+    episodes = [
+        workflow.run(task, session, group, member, sampling)
+        for (task, group, member), session in zip(members, sessions, strict=True)
+    ]
+    done = await asyncio.gather(*episodes)
+    return [list(done[i : i + group_size]) for i in range(0, len(done), group_size)]
+
+
+async def collect(
+    next_tasks: Callable[[int], Sequence[Task]],
+    n_groups: int,
+    workflow: VisionMultiTurnAgenticWorkflow,
+    engine: Engine,
+    group_size: int,
+    sampling: Sampling,
+    prefix: str,
+    max_failed_share: float,
+    max_extra_groups: int = 0,
+) -> Rollout:
+    """A step's rollout. With `max_extra_groups` (DAPO's dynamic sampling, arXiv 2503.14476), groups whose members all
+    earned the same are replaced until the batch is full or that many groups were added; what is then still missing
+    is filled with replaced ones, so that the batch is never empty.
+
+    Raises RolloutError when more than `max_failed_share` of the groups failed, with their messages.
+    """
+    rollout = Rollout()
+    flat: list[list[Trajectory]] = []
+    wanted, extra = n_groups, max_extra_groups
+    while wanted > 0:
+        groups = await play(next_tasks(wanted), workflow, engine, group_size, sampling, f"{prefix}.{len(flat)}")
+        rollout.failed += [g for g in groups if _failed(g)]
+        usable = [g for g in groups if not _failed(g)]
+        equal = [g for g in usable if max_extra_groups and _all_equal(g)]
+        rollout.groups += [g for g in usable if g not in equal]
+        flat += equal
+        wanted = min(len(equal), extra)
+        extra -= wanted
+    missing = n_groups - len(rollout.failed) - len(rollout.groups)
+    rollout.replaced = len(flat) - max(0, missing)
+    rollout.groups += flat[: max(0, missing)]
+    if len(rollout.failed) > max_failed_share * n_groups or not rollout.groups:
+        shown = "\n  ".join(rollout.errors[:5])
+        raise RolloutError(f"{len(rollout.failed)} of {n_groups} groups of {prefix} cannot be used:\n  {shown}")
+    return rollout
+
+
+def _failed(group: Sequence[Trajectory]) -> bool:
+    return any(trajectory.status is EpisodeStatus.FAILED for trajectory in group)
+
+
+def _all_equal(group: Sequence[Trajectory]) -> bool:
+    return len({trajectory.turn_rewards for trajectory in group}) == 1

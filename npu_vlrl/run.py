@@ -1,0 +1,149 @@
+"""One run: its parts, its folder, and what is reported, saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from npu_vlrl.build import Parts, build
+from npu_vlrl.config import Config
+from npu_vlrl.evaluate import accuracies, evaluate
+from npu_vlrl.learner.checkpoint import latest
+from npu_vlrl.learner.state import export_model, load_learner, save_learner
+from npu_vlrl.learner.trainer import Learner
+from npu_vlrl.report.console import ConsoleReport
+from npu_vlrl.report.metrics import rollout_metrics
+from npu_vlrl.report.run_folder import RunFolder, versions
+from npu_vlrl.rollout.collect import Rollout, collect
+from npu_vlrl.types import Sample
+from npu_vlrl.workflow.export import export
+
+
+class Run:
+    """Holds what a loop needs, so that the loop itself can stay short. Use it as a context."""
+
+    def __init__(self, config: Config, cleanup: ExitStack) -> None:
+        self.config = config
+        self.folder = RunFolder(config)
+        self.parts: Parts = build(config, self.folder.path, cleanup)
+        self.console = cleanup.enter_context(ConsoleReport(config.train.steps))
+        self.evaluations: dict[str, dict[str, float]] = {}
+        """`baseline` and `final`; they survive a stop."""
+        self._reported_errors = 0
+
+    def new_learner(self) -> Learner:
+        """A learner whose KL reference is the policy as it is now."""
+        config, parts = self.config, self.parts
+        return Learner(
+            parts.loaded.policy,
+            parts.vision,
+            config.algorithm,
+            parts.algorithm,
+            config.optim,
+            config.rollout.temperature,
+            config.train.steps,
+        )
+
+    def resume(self, learner: Learner) -> int:
+        """Restores the newest checkpoint; returns the steps done, 0 for a new run."""
+        step = 0
+        newest = latest(self.folder.checkpoints)
+        if newest is not None:
+            step, state = load_learner(newest, learner, self.parts.platform)
+            self.parts.train_tasks.load_state_dict(state["tasks"])
+            self.evaluations = state["evaluations"]
+            self.parts.engine.weights_changed(step)
+            self.console.line(f"resumed from {newest} after {step} steps")
+        self.folder.rewind(step)
+        return step
+
+    async def rollout(self, step: int) -> Rollout:
+        """Plays the groups of a step."""
+        config, parts = self.config, self.parts
+        return await collect(
+            parts.train_tasks.next,
+            config.rollout.groups,
+            parts.workflow,
+            parts.engine,
+            config.rollout.group_size,
+            parts.train_sampling,
+            f"step{step}",
+            config.rollout.max_failed_share,
+            config.algorithm.max_extra_groups if parts.algorithm.dynamic_sampling else 0,
+        )
+
+    def export(self, rollout: Rollout) -> list[Sample]:
+        workflow = self.config.workflow
+        return export(
+            rollout.trajectories,
+            workflow.export_style,
+            workflow.reward_mode,
+            workflow.turn_discount,
+            str(self.parts.loaded.folder),
+        )
+
+    async def evaluate(self, name: str, step: int) -> dict[str, float]:
+        """Evaluates, shows and records; returns the shares over all tasks."""
+        parts = self.parts
+        played = await evaluate(parts.eval_tasks, parts.workflow, parts.engine, parts.eval_sampling, f"{name}{step}")
+        results = accuracies(played)
+        self.console.evaluation(f"{name}, step {step}", results)
+        flat = {f"eval/{source}/{key}": v for source, values in results.items() for key, v in values.items()}
+        self.folder.metrics(step, flat)
+        for error in [t.error for t in played if t.error is not None][:3]:
+            self.console.line(f"evaluation skipped {error}")
+        return results["all"]
+
+    def report(self, step: int, rollout: Rollout, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
+        """Shows and records a finished step."""
+        run, trajectories = self.config.run, rollout.trajectories
+        counts, vision, skipped = self.parts.engine.counts, self.parts.vision, self.parts.train_tasks.skipped
+        metrics = rollout_metrics(trajectories, samples) | metrics
+        metrics |= {
+            "failed_groups": len(rollout.failed),
+            "replaced_groups": rollout.replaced,
+            "skipped_records": len(skipped),
+            "engine/tokens_requested": counts.tokens_requested,
+            "engine/tokens_prefilled": counts.tokens_prefilled,
+            "engine/tokens_decoded": counts.tokens_decoded,
+            "images_referenced": vision.referenced,
+            "images_encoded": vision.encoded,
+            "peak_memory_gib": self.parts.platform.peak_memory_bytes() / 2**30,
+        }
+        self.folder.metrics(step, metrics)
+        if run.record_every and step % run.record_every == 0:
+            advantages = {sample.id: sample.advantage or 0.0 for sample in samples}
+            failed = [trajectory for group in rollout.failed for trajectory in group]
+            self.folder.trajectories(step, [*trajectories, *failed], advantages)
+        for message in (*rollout.errors, *(t.judge_error for tr in trajectories for t in tr.turns if t.judge_error)):
+            self.console.line(f"step {step}: {message}")
+        for message in list(skipped.values())[self._reported_errors :]:
+            self.console.line(f"step {step}: skipped {message}")
+        self._reported_errors = len(skipped)
+        if run.show_every and step % run.show_every == 0:
+            self.console.trajectory(trajectories[0])
+        if (step + 1) % run.log_every == 0:
+            self.console.step(step + 1, metrics)
+
+    def save(self, steps: int, learner: Learner) -> Path:
+        state = {"tasks": self.parts.train_tasks.state_dict(), "evaluations": self.evaluations}
+        return save_learner(
+            self.folder.checkpoints, steps, learner, self.parts.platform, state, self.config.run.keep_checkpoints
+        )
+
+    def finish(self, seconds: float) -> dict[str, Any]:
+        """Writes the model as a Hugging Face folder and the summary, and shows it."""
+        loaded = self.parts.loaded
+        export_model(loaded.policy, loaded.tokenizer, loaded.folder, self.folder.path / "export")
+        summary = {
+            **self.evaluations,
+            "steps": self.config.train.steps,
+            "train_seconds": round(seconds, 1),
+            "platform": self.parts.platform.name,
+            "versions": versions(),
+        }
+        self.folder.summary(summary)
+        self.console.summary(self.evaluations, self.folder.path)
+        return summary

@@ -1,0 +1,50 @@
+"""The training loop, one screen long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from npu_vlrl.config import Config
+from npu_vlrl.learner.algorithm import assign_advantages
+from npu_vlrl.run import Run
+from npu_vlrl.warm_start import warm_start
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Runs a whole training and returns its summary, which is also in `summary.json`."""
+    with ExitStack() as cleanup:
+        return asyncio.run(_train(Run(config, cleanup)))
+
+
+async def _train(run: Run) -> dict[str, Any]:
+    began = time.monotonic()
+    config, engine = run.config, run.parts.engine
+
+    await warm_start(run)
+    learner = run.new_learner()
+    start = run.resume(learner)
+    if start == 0:
+        run.evaluations["baseline"] = await run.evaluate("baseline", 0)
+
+    for step in range(start, config.train.steps):
+        step_began = time.monotonic()
+        rollout = await run.rollout(step)
+        samples = assign_advantages(run.export(rollout), run.parts.algorithm)
+        rolled_out = time.monotonic()
+        metrics = learner.step(samples)
+        engine.weights_changed(step + 1)  # the engine shares the weights, so nothing is copied
+        metrics |= {"rollout_seconds": rolled_out - step_began, "seconds": time.monotonic() - step_began}
+        run.report(step, rollout, samples, metrics)
+        done = step + 1
+        if done < config.train.steps:
+            if config.evaluation.every and done % config.evaluation.every == 0:
+                await run.evaluate("evaluation", done)
+            if config.run.checkpoint_every and done % config.run.checkpoint_every == 0:
+                run.save(done, learner)
+
+    run.evaluations["final"] = await run.evaluate("final", config.train.steps)
+    run.save(config.train.steps, learner)
+    return run.finish(time.monotonic() - began)

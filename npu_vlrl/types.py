@@ -1,0 +1,427 @@
+"""The vocabulary of the whole system, in one file that imports nothing of the project.
+
+A trajectory is an append-only list of typed `Segment`s. Every per-token array (loss mask, logprobs, weight versions)
+is *derived* from the segments, never stored beside them, so arrays cannot drift apart.
+
+Suffix letters of array names: T tokens of a sample or a micro-batch, N trained tokens, P image patches, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SegmentKind(StrEnum):
+    """Who wrote a segment: the task, the policy, or the world answering the policy."""
+
+    PROMPT = "prompt"
+    ACTION = "action"
+    OBSERVATION = "observation"
+
+
+class StopReason(StrEnum):
+    """Why the engine stopped sampling an ACTION."""
+
+    END_OF_TURN = "end_of_turn"
+    TURN_BUDGET = "turn_budget"
+    CONTEXT_FULL = "context_full"
+
+
+class EpisodeStatus(StrEnum):
+    """Why an episode ended."""
+
+    SOLVED = "solved"
+    MAX_TURNS = "max_turns"
+    CONTEXT_FULL = "context_full"
+    """The next observation and at least one more token did not fit into `workflow.context_tokens`."""
+    IMAGE_DOES_NOT_FIT = "image_does_not_fit"
+    """The next observation would have fitted without its images; images are never cut."""
+    STOPPED = "stopped"
+    """An unsolved answer that `workflow.retry_when` does not retry."""
+    FAILED = "failed"
+    """The sample itself was at fault; the message is in `Trajectory.error`."""
+
+
+class DataError(ValueError):
+    """A record, image or prompt cannot be used. The message names the sample, the field and the remedy."""
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """An upright RGB picture, identified by the SHA-256 of its size and pixels.
+
+    Example: `Image(np.zeros((56, 56, 3), np.uint8)).hash[:8]`
+    """
+
+    rgb: np.ndarray
+    """uint8 [height, width, 3]; treated as read-only."""
+
+    def __post_init__(self) -> None:
+        if self.rgb.dtype != np.uint8 or self.rgb.ndim != 3 or self.rgb.shape[2] != 3:
+            raise ValueError(f"Image needs uint8 [height, width, 3], got {self.rgb.dtype} {list(self.rgb.shape)}")
+        self.rgb.setflags(write=False)
+
+    @cached_property
+    def hash(self) -> str:
+        digest = hashlib.sha256(repr(self.rgb.shape).encode())
+        digest.update(np.ascontiguousarray(self.rgb).data)
+        return digest.hexdigest()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) in pixels, as Pillow counts."""
+        return self.rgb.shape[1], self.rgb.shape[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """An image as one model sees it: which picture, and how many patches and tokens it becomes.
+
+    Example: a 56x56 picture for Qwen2.5-VL is `ImageInput(image, grid=(1, 4, 4), n_tokens=4)`.
+    """
+
+    image: Image
+    grid: tuple[int, int, int]
+    """Patches (time, height, width); the patch tensor has time*height*width rows."""
+    n_tokens: int
+    """Placeholder tokens: time*height*width / merge_size**2."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Token ids with a meaning of their own.
+
+    Example: Qwen2.5-VL has `end_of_turn=(151645, 151643)` and `image=151655`; a text-only model has `image=None`.
+    """
+
+    end_of_turn: tuple[int, ...]
+    """Ids that end an assistant turn; the first is the one that the chat template writes."""
+    image: int | None = None
+    video: int | None = None
+    vision_start: int | None = None
+    vision_end: int | None = None
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """Ids that stand for pixels. The policy must never sample one."""
+        return frozenset(i for i in (self.image, self.video) if i is not None)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A chat message; `parts` holds text and images in reading order.
+
+    Example: `Message("user", (image, "Which way is up?"))`
+    """
+
+    role: str
+    parts: tuple[str | Image, ...]
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Image))
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem to solve.
+
+    Example: `Task("geo3k/11", (Message("user", (image, "Find x.")),), answer="13", data_source="geometry3k")`
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str | None
+    data_source: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What judges and tools may need, e.g. `hidden_image` for the `look` tool."""
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(image for message in self.messages for image in message.images)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of token ids by one author. Only an ACTION carries logprobs, versions, a stop reason and a reward.
+
+    Raises ValueError when the arrays disagree in length, when the placeholder tokens are not exactly what the images
+    expand to, or when an ACTION contains a placeholder.
+
+    Example: `Segment(SegmentKind.ACTION, (7, 8), special, logprobs=(-0.1, -0.2), weight_versions=(3, 3), ...)`
+    """
+
+    kind: SegmentKind
+    token_ids: tuple[int, ...]
+    special: InitVar[SpecialTokens]
+    images: tuple[ImageInput, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    """ACTION only: log-probability of each id under the distribution it was sampled from, in nats."""
+    weight_versions: tuple[int, ...] = ()
+    """ACTION only: version of the weights that produced each id."""
+    stop_reason: StopReason | None = None
+    reward: float = 0.0
+
+    def __post_init__(self, special: SpecialTokens) -> None:
+        if self.kind is SegmentKind.ACTION:
+            self._check_action(special)
+        elif self.logprobs or self.weight_versions or self.stop_reason is not None or self.reward:
+            raise ValueError(f"a {self.kind} segment carries no logprobs, versions, stop reason or reward")
+        expected = sum(image.n_tokens for image in self.images)
+        found = sum(token in special.placeholders for token in self.token_ids)
+        if expected != found:
+            raise ValueError(
+                f"a {self.kind} segment has {found} image placeholder tokens, but its {len(self.images)} images "
+                f"expand to {expected}"
+            )
+
+    def _check_action(self, special: SpecialTokens) -> None:
+        sizes = (len(self.token_ids), len(self.logprobs), len(self.weight_versions))
+        if len(set(sizes)) != 1:
+            raise ValueError(f"an ACTION has {sizes[0]} ids, {sizes[1]} logprobs and {sizes[2]} weight versions")
+        if self.stop_reason is None or self.images:
+            raise ValueError("an ACTION needs a stop reason and has no images")
+        if not all(math.isfinite(logprob) for logprob in self.logprobs):
+            raise ValueError("an ACTION has a logprob that is not finite")
+        if not math.isfinite(self.reward):
+            raise ValueError(f"an ACTION has the reward {self.reward}, which is not finite")
+        if not special.placeholders.isdisjoint(self.token_ids):
+            raise ValueError("an ACTION contains an image or video placeholder id; the sampler must suppress these")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How an ACTION is drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` switch the filters off."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What an engine returns for one turn. The lengths are checked when it becomes a `Segment`.
+
+    `logprobs` belong to the distribution that was sampled from, after temperature, filters and suppression; a greedy
+    choice is reported at temperature 1.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+    stop_reason: StopReason
+
+
+class EngineSession(Protocol):
+    """One episode's place in an engine: what it computed for a turn is there for the next one."""
+
+    async def generate(self, context: Sequence[Segment], sampling: SamplingParams) -> Generation:
+        """Continues `context`; tokens in, tokens out."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Engine(Protocol):
+    """Anything that samples from the policy."""
+
+    def session(self) -> EngineSession:
+        """Opens an episode; `close` it in any case, since the engine waits for open sessions to fill a batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judge's opinion on one answer. `solved` is its own signal: a reward may hold bonuses and penalties.
+
+    Example: `Verdict(reward=0.9, solved=True, terms={"accuracy": 0.9, "format": 0.0})`
+    """
+
+    reward: float
+    solved: bool
+    feedback: str | None = None
+    """What to tell the model instead of `workflow.feedback`."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """The weighted terms that add up to `reward`."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """Example: `ToolCall("rotate", {"image": 0, "angle": 90})`"""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool gives back to the model; an error is told to the model as text."""
+
+    text: str = ""
+    images: tuple[Image, ...] = ()
+    error: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One ACTION, all that the model saw before it, and what came of it."""
+
+    context: tuple[Segment, ...]
+    action: Segment
+    text: str
+    """The decoded action, for judges and people; never encoded again."""
+    verdict: Verdict | None = None
+    """None when the turn was a tool call."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_results: tuple[ToolResult, ...] = ()
+    feedback: str | None = None
+    judge_error: str | None = None
+    """Why the judge gave no verdict of its own; the answer then scored `reward.failed_reward`."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """An episode. Its tokens are the last turn's context and action, as long as no template rewrote history."""
+
+    task: Task
+    group: str
+    """Trajectories of one task in one step share a group."""
+    member: int
+    turns: tuple[Turn, ...]
+    status: EpisodeStatus
+    error: str | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}/{self.member}"
+
+    @property
+    def solved(self) -> bool:
+        return any(turn.verdict is not None and turn.verdict.solved for turn in self.turns)
+
+    @property
+    def solved_first_try(self) -> bool:
+        """The first judged answer was right (turns that only called a tool do not count as tries)."""
+        verdicts = [turn.verdict for turn in self.turns if turn.verdict is not None]
+        return bool(verdicts) and verdicts[0].solved
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        return tuple(turn.action.reward for turn in self.turns)
+
+    def rewritten_turn(self) -> int | None:
+        """Index of the first turn whose context does not continue the turn before it, or None."""
+        for index, (before, turn) in enumerate(zip(self.turns, self.turns[1:], strict=False), start=1):
+            kept = (*before.context, before.action)
+            if turn.context[: len(kept)] != kept:
+                return index
+        return None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sequence to train on: `segments[i]` is trained when `i in trained`; everything else is context.
+
+    Example: a two-turn trajectory exported as `concat` is one Sample with `trained=(1, 3)`.
+    """
+
+    id: str
+    group: str
+    segments: tuple[Segment, ...]
+    trained: tuple[int, ...]
+    reward: float
+    """What the advantage estimator compares within a group."""
+    advantage: float | None = None
+    """Set by the estimator; applies to every trained token."""
+
+    def __post_init__(self) -> None:
+        for index in self.trained:
+            if self.segments[index].kind is not SegmentKind.ACTION:
+                raise ValueError(f"sample {self.id}: segment {index} is trained but was not sampled by the policy")
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """[T]: True exactly on the ids that the policy sampled and that are trained."""
+        return [i in self.trained for i, segment in enumerate(self.segments) for _ in segment.token_ids]
+
+    @property
+    def behaviour_logprobs(self) -> list[float]:
+        """[N]: one value for each True in `loss_mask`, in order."""
+        return [value for i in self.trained for value in self.segments[i].logprobs]
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """[N]: one value for each True in `loss_mask`, in order."""
+        return [value for i in self.trained for value in self.segments[i].weight_versions]
+
+    @property
+    def images(self) -> tuple[ImageInput, ...]:
+        return tuple(image for segment in self.segments for image in segment.images)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.segments))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples packed head to tail into one sequence; tensors are on the learner's device."""
+
+    sample_ids: tuple[str, ...]
+    token_ids_T: torch.Tensor
+    """int64 [T]"""
+    position_ids_3T: torch.Tensor
+    """int64 [3, T]: rotary positions (time, height, width), restarting with every sample."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample; they add up to T."""
+    images: tuple[ImageInput, ...]
+    """Distinct images; each is encoded once."""
+    image_order: tuple[int, ...]
+    """For each image occurrence in token order, its index in `images`."""
+    trained_N: torch.Tensor
+    """int64 [N]: index in T of the token *before* each trained token, whose hidden state predicts it."""
+    target_ids_N: torch.Tensor
+    """int64 [N]"""
+    sample_N: torch.Tensor
+    """int64 [N]: which sample of the micro-batch each trained token belongs to."""
+    behaviour_logprobs_N: torch.Tensor
+    advantages_N: torch.Tensor
+
+
+class Judge(Protocol):
+    """Scores an answer. `history` holds the earlier turns of the episode."""
+
+    async def judge(self, task: Task, text: str, history: Sequence[Turn]) -> Verdict: ...
+
+
+class JudgeError(RuntimeError):
+    """A judge raised, hung, or returned something that is not a verdict; the answer scores 0 and is counted."""
