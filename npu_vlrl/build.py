@@ -60,7 +60,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     )
     cleanup.callback(judge.close)
     toolbox = Toolbox(config.workflow.tools)
-    train_tasks = task_source(config.data.train, config.train.seed, config.model.path)
+    train_tasks = task_source(config.data.train, config.train.seed, config.model.path, judge.check_gold)
     loaded = load_model(config.model, run_dir / "model", config.train.seed, platform.device())
     renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
     vision = VisionFeatures(loaded.policy, loaded.processor, config.rollout.feature_cache_mib * 2**20)
@@ -74,13 +74,16 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         workflow,
         algorithm,
         train_tasks,
-        evaluation_tasks(config),
+        evaluation_tasks(config, judge.check_gold),
         Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.train.seed),
         Sampling(evaluation.temperature, evaluation.top_p, evaluation.top_k, config.train.seed),
     )
 
 
-def task_source(config: SourceConfig, seed: int, model_path: str) -> TaskSource:
+def task_source(
+    config: SourceConfig, seed: int, model_path: str, check_answer: Callable[[str], None] | None = None
+) -> TaskSource:
+    """`check_answer` refuses gold answers of records; those of generated tasks are right by construction."""
     if config.generator is not None:
         return TaskSource.generated(_generator(config.generator, seed, model_path))
     assert config.path is not None
@@ -89,14 +92,18 @@ def task_source(config: SourceConfig, seed: int, model_path: str) -> TaskSource:
             f"data: {config.path} does not exist (for the sample problems run `npu-vlrl data geo3k --out DIR` first)"
         )
     return TaskSource.from_records(
-        Path(config.path), seed, shuffle=config.shuffle, max_skip_share=config.max_skip_share
+        Path(config.path),
+        seed,
+        shuffle=config.shuffle,
+        max_skip_share=config.max_skip_share,
+        check_answer=check_answer,
     )
 
 
-def evaluation_tasks(config: Config) -> list[Task]:
+def evaluation_tasks(config: Config, check_answer: Callable[[str], None]) -> list[Task]:
     """The first `evaluation.tasks` tasks of `data.eval`, or of the training source where there is none."""
     source = config.data.eval or config.data.train
-    tasks = task_source(source, config.train.seed + EVALUATION_SEED, config.model.path).all()
+    tasks = task_source(source, config.train.seed + EVALUATION_SEED, config.model.path, check_answer).all()
     limit = config.evaluation.tasks
     return [task for _, task in zip(range(limit), tasks, strict=False)] if limit else list(tasks)
 

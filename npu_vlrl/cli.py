@@ -73,9 +73,9 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> None:
-    from npu_vlrl.evaluate import evaluate_model
+    from npu_vlrl.run import evaluate_only
 
-    evaluate_model(_load(options))
+    evaluate_only(_load(options))
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -92,6 +93,8 @@ class Run:
         self.console.evaluation(f"{name}, step {step}", results)
         flat = {f"eval/{source}/{key}": v for source, values in results.items() for key, v in values.items()}
         self.folder.metrics(step, flat)
+        if self.config.run.record_every:
+            self.folder.trajectories(step, played, {})
         for error in [t.error for t in played if t.error is not None][:3]:
             self.console.line(f"evaluation skipped {error}")
         return results["all"]
@@ -147,3 +150,13 @@ class Run:
         self.folder.summary(summary)
         self.console.summary(self.evaluations, self.folder.path)
         return summary
+
+
+def evaluate_only(config: Config) -> dict[str, float]:
+    """`npu-vlrl eval`: plays the evaluation tasks with the model as it is; returns the shares over all tasks."""
+    with ExitStack() as cleanup:
+        run = Run(config, cleanup)
+        run.evaluations["evaluation"] = result = asyncio.run(run.evaluate("evaluation", 0))
+        run.folder.summary({**run.evaluations, "platform": run.parts.platform.name, "versions": versions()})
+        run.console.summary(run.evaluations, run.folder.path)
+        return result

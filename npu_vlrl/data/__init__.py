@@ -1,0 +1,1 @@
+"""From files and generators to `Task`s, and from pictures to what a vision tower reads."""

@@ -1,0 +1,209 @@
+"""Pictures as a Qwen vision tower reads them: resize, normalise, cut into patches.
+
+Equal to transformers' `Qwen2VLImageProcessorPil` bit for bit (a test compares them), without its dependencies, so that
+engine and learner share one decision about how many tokens a picture becomes.
+
+P = patches of a picture, ordered merge block by merge block, so that merge_size**2 neighbours form one token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+
+from npu_vlrl.types import Image, ImageInput
+
+MAX_ASPECT = 200
+"""Longest side over shortest side that the towers were made for; narrower pictures are padded with white."""
+
+_FAMILIES = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
+_KNOWN_TYPES = tuple(family + backend for family in _FAMILIES for backend in ("", "Fast", "Pil"))
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """The preprocessing of one model; the defaults are those of published Qwen2.5-VL models.
+
+    Example: `ImageProcessor().describe(Image(np.zeros((56, 56, 3), np.uint8))).grid == (1, 4, 4)`
+    """
+
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    min_pixels: int = 3136
+    max_pixels: int = 12845056
+    """A picture is resized to between min_pixels and max_pixels."""
+    mean: tuple[float, ...] = _CLIP_MEAN
+    std: tuple[float, ...] = _CLIP_STD
+    """Of red, green, blue, after `rescale`."""
+    rescale: float = 1 / 255
+    resample: int = 3
+    """A Pillow filter; 3 is bicubic."""
+    cache_bytes: int = 256 << 20
+    """Bytes of encoded pictures that are kept, least recently used out first; 0 keeps none."""
+    _cache: OrderedDict[str, torch.Tensor] = field(default_factory=OrderedDict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            if len(value) != 3 or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in value):
+                raise ValueError(f"{name} needs a number for each of red, green, blue, got {value!r}")
+        if 0 in self.std:
+            raise ValueError(f"std must not hold a zero, got {self.std!r}")
+        if type(self.resample) is not int or self.resample not in set(PIL.Image.Resampling):
+            raise ValueError(f"resample must be one of Pillow's filters 0 to 5, got {self.resample!r}")
+
+    @classmethod
+    def from_folder(cls, path: Path) -> ImageProcessor | None:
+        """The settings stored beside a Hugging Face model; None for a folder without any (a text-only model).
+
+        As in transformers, `image_processor` inside processor_config.json goes before preprocessor_config.json.
+        Raises ValueError, naming file and key, for a file that cannot be read or asks for something else.
+        """
+        for name in ("processor_config.json", "preprocessor_config.json"):
+            file = path / name
+            if not file.is_file():
+                continue
+            settings = _read_json(file)
+            if name == "processor_config.json":
+                if "image_processor" not in settings:
+                    continue
+                settings = settings["image_processor"]
+            return _from_settings(settings, file)
+        return None
+
+    def describe(self, image: Image) -> ImageInput:
+        """Grid and token count of a picture; touches no pixel."""
+        height, width = self._resized(*_padded(*image.size))
+        grid = (1, height // self.patch_size, width // self.patch_size)
+        return ImageInput(image, grid, grid[1] * grid[2] // self.merge_size**2)
+
+    def patches(self, image_input: ImageInput) -> torch.Tensor:
+        """float32 [P, 3 * temporal_patch_size * patch_size**2]; shared with the cache, so never write into it.
+
+        Raises ValueError when `image_input` was described under other settings.
+        """
+        expected = self.describe(image_input.image)
+        if image_input != expected:
+            raise ValueError(f"the picture was described as {image_input.grid}, these settings give {expected.grid}")
+        key = image_input.image.hash
+        encoded = self._cache.pop(key, None)
+        if encoded is None:
+            encoded = torch.from_numpy(self._encode(image_input.image))
+        if encoded.nbytes <= self.cache_bytes:
+            self._cache[key] = encoded
+        while sum(kept.nbytes for kept in self._cache.values()) > self.cache_bytes:
+            self._cache.popitem(last=False)
+        return encoded
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        """(height, width) in whole merge blocks, with the area inside the limits and nearly the same shape."""
+        block = self.patch_size * self.merge_size
+        rows, columns = round(height / block), round(width / block)
+        if rows * columns * block**2 > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            rows = max(1, math.floor(height / shrink / block))
+            columns = max(1, math.floor(width / shrink / block))
+        elif rows * columns * block**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = math.ceil(height * grow / block), math.ceil(width * grow / block)
+        return rows * block, columns * block
+
+    def _encode(self, image: Image) -> np.ndarray:
+        """float32 [P, 3 * temporal * patch * patch]"""
+        rgb = image.rgb
+        width, height = _padded(*image.size)
+        if (width, height) != image.size:
+            # Only right and below, so that a box given in pixels keeps its place.
+            rgb = np.full((height, width, 3), 255, np.uint8)
+            rgb[: image.size[1], : image.size[0]] = image.rgb
+        height, width = self._resized(width, height)
+        pil = PIL.Image.fromarray(rgb).resize((width, height), PIL.Image.Resampling(self.resample))
+        patch, merge = self.patch_size, self.merge_size
+        rows, columns = height // patch // merge, width // patch // merge
+        blocks = np.asarray(pil).reshape(rows, merge, patch, columns, merge, patch, 3)
+        pixels_P = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, patch, patch)
+        values_P = self._levels()[np.arange(3)[:, None, None], pixels_P]
+        return np.repeat(values_P[:, :, None], self.temporal_patch_size, axis=2).reshape(len(pixels_P), -1)
+
+    def _levels(self) -> np.ndarray:
+        """float32 [3, 256]: what each level of each colour becomes. Rounded after each step, as transformers does."""
+        levels = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
+        mean, std = np.array(self.mean, np.float32)[:, None], np.array(self.std, np.float32)[:, None]
+        return (levels - mean) / std
+
+
+def _padded(width: int, height: int) -> tuple[int, int]:
+    """(width, height) with the shorter side grown until the aspect ratio is legal."""
+    return max(width, math.ceil(height / MAX_ASPECT)), max(height, math.ceil(width / MAX_ASPECT))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not JSON ({error}); copy the file from the model's publisher again") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file}: an object is expected; copy the file from the model's publisher again")
+    return settings
+
+
+def _from_settings(settings: Any, file: Path) -> ImageProcessor:
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file}: `image_processor` must be an object, got {settings!r}")
+    kind = settings.get("image_processor_type")
+    if kind not in _KNOWN_TYPES:
+        raise ValueError(f"{file}: `image_processor_type` is {kind!r}; supported are {', '.join(_KNOWN_TYPES)}")
+    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if settings.get(key, True) is not True:
+            raise ValueError(f"{file}: `{key}` is {settings[key]!r}; only true is supported")
+    rescale = settings.get("rescale_factor", 1 / 255)
+    if isinstance(rescale, bool) or not isinstance(rescale, (int, float)):
+        raise ValueError(f"{file}: `rescale_factor` must be a number, got {rescale!r}")
+    for key in ("image_mean", "image_std"):
+        if not isinstance(settings.get(key, []), list):
+            raise ValueError(f"{file}: `{key}` must be a list of three numbers, got {settings[key]!r}")
+    smallest, largest = _pixel_limits(settings, file)
+    try:
+        return ImageProcessor(
+            patch_size=settings.get("patch_size", 14),
+            temporal_patch_size=settings.get("temporal_patch_size", 2),
+            merge_size=settings.get("merge_size", 2),
+            min_pixels=smallest,
+            max_pixels=largest,
+            mean=tuple(settings.get("image_mean", _CLIP_MEAN)),
+            std=tuple(settings.get("image_std", _CLIP_STD)),
+            rescale=rescale,
+            resample=settings.get("resample", 3),
+        )
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _pixel_limits(settings: Mapping[str, Any], file: Path) -> tuple[Any, Any]:
+    """Older files have min_pixels and max_pixels, which win; newer ones a size with areas called edges."""
+    size = settings.get("size") or {}
+    if not isinstance(size, dict) or not set(size) <= {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
+        raise ValueError(f"{file}: `size` is {size!r}; it needs `shortest_edge` and `longest_edge` (areas in pixels)")
+    limits = []
+    for old, new, default in (("min_pixels", "shortest_edge", 3136), ("max_pixels", "longest_edge", 1003520)):
+        given = [value for value in (settings.get(old), size.get(new), size.get(old)) if value is not None]
+        limits.append(given[0] if given else default)
+    return limits[0], limits[1]

@@ -1,0 +1,161 @@
+"""Where a run's tasks come from, in an order that a stopped run takes up again exactly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from npu_vlrl.data.records import TaskFile, load_tasks
+from npu_vlrl.types import DataError, Task
+
+MIN_ROWS_SEEN = 20
+"""Rows that must have been seen before the share of skipped ones can end a run."""
+
+
+class TaskSource:
+    """An endless stream of tasks with a position that can be saved.
+
+    Example: `TaskSource.from_records(Path("train.parquet"), seed=0).next(16)`
+    """
+
+    def __init__(self, tasks: Callable[[int], Task], identity: dict[str, Any]) -> None:
+        self._tasks = tasks
+        self._identity = identity
+        self._position = 0
+        self.skipped: dict[str, str] = {}
+        """Bad rows and what is wrong with them, by `where`."""
+
+    @classmethod
+    def from_records(
+        cls,
+        path: Path,
+        seed: int,
+        shuffle: bool = True,
+        root: Path | None = None,
+        max_skip_share: float = 0.05,
+        check_answer: Callable[[str], None] | None = None,
+    ) -> TaskSource:
+        """Rows of a file (see `load_tasks`), epoch after epoch, in a new order each when `shuffle` is on.
+
+        `check_answer` raises DataError for a gold answer that the judge cannot use; it sees each row once.
+        A row that is no task, or fails that check, is skipped and noted in `skipped`. DataError ends the stream when more than
+        `max_skip_share` of at least 20 rows were skipped, or every row of the file.
+        """
+        return _RecordSource(load_tasks(path, root), seed, shuffle, max_skip_share, check_answer)
+
+    @classmethod
+    def generated(cls, make: Callable[[int], Task]) -> TaskSource:
+        """Tasks `make(0), make(1), ...`; `make` is a function of the index alone, and its ids hold the seed."""
+        return cls(make, {"kind": "generated", "first_task": make(0).id})
+
+    def next(self, n: int) -> list[Task]:
+        """The next `n` tasks."""
+        tasks = []
+        for _ in range(n):
+            tasks.append(self._tasks(self._position))
+            self._position += 1
+        return tasks
+
+    def all(self) -> Iterator[Task]:
+        """One pass in order, apart from `next`'s position; endless for generated tasks."""
+        index = 0
+        while True:
+            yield self._tasks(index)
+            index += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as plain JSON."""
+        return {"identity": dict(self._identity), "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken. Raises ValueError when it belongs to other data or another seed."""
+        for key, here in self._identity.items():
+            saved = state["identity"].get(key)
+            if saved != here:
+                raise ValueError(
+                    f"the saved position belongs to other data: its {key} is {saved!r}, here it is {here!r}; resume "
+                    "with the same data and seed, or start a new run"
+                )
+        self._position = state["position"]
+
+
+class _RecordSource(TaskSource):
+    """`_position` counts rows drawn, skipped ones included: row `position % n` of epoch `position // n`."""
+
+    def __init__(
+        self,
+        tasks: TaskFile,
+        seed: int,
+        shuffle: bool,
+        max_skip_share: float,
+        check_answer: Callable[[str], None] | None,
+    ) -> None:
+        records = tasks.records
+        identity = {"kind": "records", "file": records.name, "content": records.fingerprint, "rows": len(records)}
+        super().__init__(tasks.__getitem__, identity | {"seed": seed, "shuffle": shuffle})
+        self._file = tasks
+        self._seed, self._shuffle, self._max_skip_share = seed, shuffle, max_skip_share
+        self._check_answer = check_answer
+        self._checked: set[int] = set()
+        self._seen = self._failures = 0
+        self._epoch, self._order = -1, list(range(len(tasks)))
+
+    def next(self, n: int) -> list[Task]:
+        tasks: list[Task] = []
+        while len(tasks) < n:
+            task = self._try(self._row(self._position))
+            self._position += 1
+            if task is not None:
+                tasks.append(task)
+        return tasks
+
+    def all(self) -> Iterator[Task]:
+        for row in range(len(self._file)):
+            task = self._try(row)
+            if task is not None:
+                yield task
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"seen": self._seen, "failures": self._failures, "skipped": dict(self.skipped)}
+        return super().state_dict() | counts
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._seen, self._failures, self.skipped = state["seen"], state["failures"], dict(state["skipped"])
+
+    def _row(self, position: int) -> int:
+        epoch, place = divmod(position, len(self._file))
+        if self._shuffle and epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._file)))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        return self._order[place]
+
+    def _try(self, row: int) -> Task | None:
+        task = None
+        self._seen += 1
+        try:
+            found = self._file[row]
+            if self._check_answer is not None and found.answer is not None and row not in self._checked:
+                try:
+                    self._check_answer(found.answer)
+                except DataError as error:
+                    raise DataError(f"{self._file.records.where(row)}, field 'ground_truth': {error}") from error
+                self._checked.add(row)
+            task = found
+        except DataError as error:
+            self._failures += 1
+            self.skipped[self._file.records.where(row)] = str(error)
+        self._check_share()
+        return task
+
+    def _check_share(self) -> None:
+        name, last = self._file.records.name, next(reversed(self.skipped.values()), "")
+        if len(self.skipped) == len(self._file):
+            raise DataError(f"{name}: none of its {len(self._file)} rows can be used; the last one: {last}")
+        if self._seen >= MIN_ROWS_SEEN and self._failures > self._max_skip_share * self._seen:
+            raise DataError(
+                f"{name}: {self._failures} of {self._seen} rows were skipped, more than the allowed share "
+                f"{self._max_skip_share}; correct the file or allow more. The last one: {last}"
+            )

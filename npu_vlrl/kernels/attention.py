@@ -1,0 +1,100 @@
+"""Puts the op table's attention into transformers models.
+
+transformers picks attention by name. Ours contains "flash": vision towers then hand over the boundaries of their
+windows in one call, where other names make them loop over windows in Python.
+
+Our name has no entry in transformers' registry of masks, so the models make no mask of their own: a call that gives
+neither boundaries nor a mask [batch, 1, queries, keys] reaches us as such, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from npu_vlrl.kernels.table import op
+
+ATTENTION_NAME = "npu_vlrl_flash"
+
+_host_copies = WeakTensorKeyDictionary()
+
+
+def attach(model: Any) -> None:
+    """Makes a built transformers model, and all models inside it, use the op table's attention.
+
+    `from_pretrained(attn_implementation=...)` will not do: for a name with "flash" in it, transformers goes looking for
+    a kernel package to download. Raises ValueError for a model without a transformers configuration.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_forward)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = ATTENTION_NAME
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) != ATTENTION_NAME:
+        raise ValueError(f"{type(model).__name__} has no transformers configuration, so its attention cannot be set")
+
+
+def attention_forward(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | Sequence[int] | None = None,
+    cu_seq_lens_k: Tensor | Sequence[int] | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface. Returns ([B, T, H, D], None).
+
+    With `cu_seq_lens_q` and `cu_seq_lens_k` (B = 1): packed sequences. With a boolean mask [B, 1, T, S] (True = may
+    look): that mask. Raises ValueError for anything else, since a guess would let sequences see each other.
+    """
+    if dropout or sliding_window is not None:
+        raise ValueError("npu_vlrl attention has no dropout and no sliding window; set both off in the model's config")
+    scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if query_BHTD.shape[0] != 1:
+            raise ValueError(f"packed sequences come as a batch of 1, got a batch of {query_BHTD.shape[0]}")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        cu_q, cu_k = _on_host(cu_seq_lens_q), _on_host(cu_seq_lens_k)
+        out_THD = op("varlen_attention")(query_BHTD[0], key_BKSD[0], value_BKSD[0], cu_q, cu_k, causal, scale)
+        return out_THD[None], None
+    if attention_mask is None or attention_mask.dtype != torch.bool or attention_mask.ndim != 4:
+        raise ValueError(
+            "npu_vlrl attention needs cu_seq_lens_q and cu_seq_lens_k (packed sequences) or a boolean attention_mask "
+            f"[batch, 1, queries, keys]; {type(module).__name__} passed neither"
+        )
+    output = F.scaled_dot_product_attention(
+        query_BHTD,
+        key_BKSD,
+        value_BKSD,
+        attn_mask=attention_mask,
+        scale=scale,
+        enable_gqa=query_BHTD.shape[1] != key_BKSD.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _on_host(cumulative: Tensor | Sequence[int]) -> Sequence[int]:
+    """The lengths as host ints. A tensor is copied once, however many layers pass it: the copy waits for the device.
+
+    The copy lives as long as the tensor *object* and is made again after an in-place change. (Tensors made in inference
+    mode count no changes; those must not be changed.)
+    """
+    if not isinstance(cumulative, Tensor):
+        return cumulative
+    changes = 0 if cumulative.is_inference() else cumulative._version
+    found = _host_copies.get(cumulative)
+    if found is None or found[0] != changes:
+        found = _host_copies[cumulative] = (changes, cumulative.tolist())
+    return found[1]

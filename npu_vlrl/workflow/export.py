@@ -1,0 +1,64 @@
+"""Trajectory -> Samples: one for the whole episode (`concat`), or one for each turn (`individual`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from npu_vlrl.types import Sample, SegmentKind, Trajectory
+
+ExportStyle = Literal["concat", "individual"]
+RewardMode = Literal["best", "last", "sum"]
+
+
+def trajectory_reward(turn_rewards: Sequence[float], mode: RewardMode, discount: float) -> float:
+    """One reward for an episode, with turns counted from 0.
+
+    `best`: max of discount^k r_k (the rule of AReaL's pull request 931); `last`: discount^(K-1) r_(K-1);
+    `sum`: sum of discount^k r_k. An episode without turns scores 0.
+    """
+    discounted = [discount**k * reward for k, reward in enumerate(turn_rewards)]
+    if not discounted:
+        return 0.0
+    return {"best": max(discounted), "last": discounted[-1], "sum": sum(discounted)}[mode]
+
+
+def returns_to_go(turn_rewards: Sequence[float], discount: float) -> list[float]:
+    """R_k = r_k + discount * R_(k+1), in the order of the turns."""
+    returns = [0.0] * (len(turn_rewards) + 1)
+    for k in reversed(range(len(turn_rewards))):
+        returns[k] = turn_rewards[k] + discount * returns[k + 1]
+    return returns[:-1]
+
+
+def export(
+    trajectories: Sequence[Trajectory], style: ExportStyle, mode: RewardMode, discount: float, template: str
+) -> list[Sample]:
+    """Samples in the order of the trajectories; an episode without turns gives none.
+
+    Raises ValueError for `concat` when the chat template rewrote history, naming template, trajectory and turn.
+    """
+    make = {"concat": _concat, "individual": _individual}[style]
+    return [s for t in trajectories if t.turns for s in make(t, mode, discount, template)]
+
+
+def _concat(trajectory: Trajectory, mode: RewardMode, discount: float, template: str) -> list[Sample]:
+    rewritten = trajectory.rewritten_turn()
+    if rewritten is not None:
+        raise ValueError(
+            f"trajectory {trajectory.id}: the chat template of {template} rewrote the history before turn "
+            f"{rewritten + 1}, so the episode is not one sequence; use workflow.export_style=individual"
+        )
+    last = trajectory.turns[-1]
+    segments = (*last.context, last.action)
+    trained = tuple(i for i, segment in enumerate(segments) if segment.kind is SegmentKind.ACTION)
+    reward = trajectory_reward(trajectory.turn_rewards, mode, discount)
+    return [Sample(trajectory.id, trajectory.group, segments, trained, reward)]
+
+
+def _individual(trajectory: Trajectory, mode: RewardMode, discount: float, template: str) -> list[Sample]:
+    returns = returns_to_go(trajectory.turn_rewards, discount)
+    return [
+        Sample(f"{trajectory.id}/{k}", trajectory.group, (*turn.context, turn.action), (len(turn.context),), reward)
+        for k, (turn, reward) in enumerate(zip(trajectory.turns, returns, strict=True))
+    ]

@@ -1,0 +1,62 @@
+"""Rules that score an answer, by name.
+
+A rule is a module with `score(answer, text, **options) -> Verdict` and `check_gold(answer, **options)`, both pure and
+synchronous. The exception is `python`, which calls a function of the user's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from npu_vlrl.workflow.rewards.pool import InlineJudge, JudgePool
+from npu_vlrl.workflow.rewards.userfile import is_spec
+
+RULES = {
+    "math_verify": "npu_vlrl.workflow.rewards.math_verify",
+    "geometry3k": "npu_vlrl.workflow.rewards.geometry3k",
+    "tagged": "npu_vlrl.workflow.rewards.tagged",
+    "python": "npu_vlrl.workflow.rewards.python",
+}
+
+INLINE = frozenset({"tagged"})
+"""Rules whose time is linear in the text, so that they need no process of their own."""
+
+
+def make_judge(rule: str, options: Mapping[str, Any], workers: int, deadline_s: float) -> InlineJudge | JudgePool:
+    """The judge for a rule of `RULES`; `path/to/file.py:function` is short for `python` with that `function`.
+
+    `check_gold(answer)` of the result raises DataError for an answer that cannot be judged against; `close()` it.
+    Raises ValueError for an unknown rule or option, or an option's value that the rule refuses.
+    """
+    if is_spec(rule):
+        rule, options = "python", {"function": rule, **options}
+    if rule not in RULES:
+        raise ValueError(_unknown("reward rule", rule, RULES))
+    if rule == "python":
+        _check_options(rule, options, {"function"})
+        if not isinstance(options.get("function"), str):
+            raise ValueError("the rule 'python' needs the option 'function': path/to/file.py:function")
+        return JudgePool(rule, options, workers, deadline_s)
+    module = importlib.import_module(RULES[rule])
+    _check_options(rule, options, set(inspect.signature(module.score).parameters) - {"answer", "text"})
+    module.score("1", "", **options)  # a rule refuses a bad value before training, not at the first answer
+    if rule in INLINE:
+        return InlineJudge(partial(module.score, **options), partial(module.check_gold, **options))
+    return JudgePool(rule, options, workers, deadline_s)
+
+
+def _check_options(rule: str, options: Mapping[str, Any], known: set[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise ValueError(_unknown(f"option of the rule {rule!r}:", name, known))
+
+
+def _unknown(what: str, name: str, known: Mapping[str, Any] | set[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"unknown {what} {name!r}{hint} (known: {', '.join(sorted(known)) or 'none'})"

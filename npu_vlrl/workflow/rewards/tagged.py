@@ -1,0 +1,54 @@
+"""A short answer in `<answer>…</answer>`, compared as a string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from npu_vlrl.types import DataError, Verdict
+
+OPEN, CLOSE = "<answer>", "</answer>"
+
+
+def score(answer: str, text: str, *, format_weight: float = 0.1, choices: Sequence[str] = ()) -> Verdict:
+    """(1 - format_weight) * accuracy + format_weight * format; solved by accuracy alone.
+
+    Accuracy: the last tag pair holds `answer`, without surrounding whitespace and regardless of case. Format: the text
+    is exactly one tag pair, which holds one of `choices` where these are given. Raises ValueError when
+    `format_weight` is not in 0..1. Takes time linear in `text`.
+    """
+    if isinstance(format_weight, bool) or not isinstance(format_weight, int | float) or not 0 <= format_weight <= 1:
+        raise ValueError(f"format_weight is {format_weight!r}; it must be a number from 0 to 1")
+    if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(f"choices is {choices!r}; it must be a list of strings (quote numbers and yes/no)")
+    content = _last_tag(text)
+    right = content is not None and bool(content) and content == _plain(answer)
+    formatted = content is not None and _is_one_tag(text) and _allowed(content, choices)
+    terms = {"accuracy": (1 - format_weight) * right, "format": format_weight * formatted}
+    return Verdict(sum(terms.values()), right, terms=terms)
+
+
+def check_gold(answer: str, *, format_weight: float = 0.1, choices: Sequence[str] = ()) -> None:
+    """Raises DataError when no answer could both be right and keep to the format."""
+    if not _plain(answer):
+        raise DataError("the gold answer is empty; nothing could equal it")
+    if not _allowed(_plain(answer), choices):
+        raise DataError(f"the gold answer {answer[:80]!r} is none of the choices {', '.join(choices)}")
+
+
+def _plain(text: str) -> str:
+    return text.strip().casefold()
+
+
+def _allowed(content: str, choices: Sequence[str]) -> bool:
+    return not choices or content in map(_plain, choices)
+
+
+def _last_tag(text: str) -> str | None:
+    end = text.rfind(CLOSE)
+    start = text.rfind(OPEN, 0, max(end, 0))
+    return _plain(text[start + len(OPEN) : end]) if start >= 0 else None
+
+
+def _is_one_tag(text: str) -> bool:
+    text = text.strip()
+    return text.startswith(OPEN) and text.endswith(CLOSE) and text.count(OPEN) == text.count(CLOSE) == 1

@@ -1,0 +1,98 @@
+"""Tool calls as Qwen writes them: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (the Hermes form)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from npu_vlrl.types import ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FORM = '<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
+MAX_CALLS = 32
+"""Calls read from one text; a turn that repeats itself up to its token budget can hold thousands."""
+
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True)
+class ParsedCalls:
+    """What a text asked for, in order, and what was wrong with the rest.
+
+    Example: `parse_tool_calls("no call here") == ParsedCalls((), ())`
+    """
+
+    calls: tuple[ToolCall, ...]
+    errors: tuple[str, ...]
+    """Messages for the model. A text with an error may still hold good calls."""
+
+
+def parse_tool_calls(text: str) -> ParsedCalls:
+    """Reads every `<tool_call>` of `text`; what is broken or cut off becomes an error, never a call.
+
+    `arguments` may also be a string that holds a JSON object. Reads at most `MAX_CALLS` calls, so that no text takes
+    long.
+    """
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    position = text.find(OPEN)
+    while position >= 0:
+        if len(calls) + len(errors) == MAX_CALLS:
+            errors.append(f"The tool calls after the first {MAX_CALLS} were not run: these are too many at once.")
+            break
+        position += len(OPEN)
+        try:
+            call, position = _read_call(text, position)
+            calls.append(call)
+        except (ValueError, RecursionError) as error:
+            reason = "its JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            errors.append(f"Tool call {len(calls) + len(errors) + 1} was not run: {reason}. Write it as {FORM}")
+        position = text.find(OPEN, position)
+    return ParsedCalls(tuple(calls), tuple(errors))
+
+
+def _read_call(text: str, position: int) -> tuple[ToolCall, int]:
+    """The call whose JSON begins at `position`, and where it ends. Raises ValueError with a reason for the model.
+
+    The JSON decides where a call ends, since a string inside it may hold the closing tag.
+    """
+    position = _skip_space(text, position)
+    try:
+        value, end = _DECODER.raw_decode(text, position)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its JSON is broken or cut off ({error.msg}, character {error.pos - position + 1})") from None
+    end = _skip_space(text, end)
+    if not text.startswith(CLOSE, end):
+        raise ValueError(f"its JSON is not followed by {CLOSE}")
+    return _call(value), end + len(CLOSE)
+
+
+def _call(value: Any) -> ToolCall:
+    if not isinstance(value, Mapping):
+        raise ValueError("its JSON is not an object")
+    name, arguments = value.get("name"), value.get("arguments")
+    if not isinstance(name, str) or not name:
+        raise ValueError('it has no "name"')
+    if isinstance(arguments, str):
+        try:
+            arguments = _DECODER.decode(arguments)
+        except (ValueError, RecursionError):
+            raise ValueError('its "arguments" are a string that is not JSON') from None
+    if not isinstance(arguments, Mapping):
+        raise ValueError('its "arguments" are not an object')
+    return ToolCall(name, arguments)
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

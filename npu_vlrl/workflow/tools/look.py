@@ -1,0 +1,14 @@
+"""Shows the picture that a task keeps back at first."""
+
+from __future__ import annotations
+
+from npu_vlrl.types import Image, ToolResult
+from npu_vlrl.workflow.tools.context import ToolContext, ToolError
+
+
+def look(ctx: ToolContext) -> ToolResult:
+    """Take a look: shows an image that was not visible so far."""
+    hidden = ctx.task.extra.get("hidden_image")
+    if not isinstance(hidden, Image):
+        raise ToolError("there is nothing more to look at in this task")
+    return ToolResult(f"Image {len(ctx.images)} is what you see.", (hidden,))

@@ -1,0 +1,128 @@
+"""OpenAI function schemas from typed signatures, and a validator for the part of JSON schema that they use.
+
+Source of the form: https://json-schema.org/understanding-json-schema and OpenAI's function calling guide.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+_SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
+_ARTICLES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
+_ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+
+
+def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The schema of a tool `function(ctx, name: type = default, …)`; its first parameter is not the model's.
+
+    Types: int, float, str, bool, Literal, list[…], and tuple[…] of one type (its length becomes minItems and
+    maxItems). A parameter with a default is not required. The docstring gives the description, and a line `name: text`
+    under `Args:` that of a parameter. Raises ValueError for anything else, or without a docstring.
+    """
+    name = function.__name__
+    description, arguments = _read_docstring(function)
+    if not description:
+        raise ValueError(f"tool {name}: a docstring is needed; it tells the model what the tool does")
+    try:
+        hints = get_type_hints(function)
+    except NameError as error:
+        raise ValueError(f"tool {name}: {error}; import the types of its parameters at run time") from error
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        where = f"tool {name}, parameter {parameter.name}"
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"{where}: it must be a plain named parameter")
+        if parameter.name not in hints:
+            raise ValueError(f"{where}: it needs a type")
+        properties[parameter.name] = _type_schema(hints[parameter.name], where)
+        if parameter.name in arguments:
+            properties[parameter.name]["description"] = arguments[parameter.name]
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _type_schema(annotation: Any, where: str) -> dict[str, Any]:
+    if annotation in _SCALARS:
+        return {"type": _SCALARS[annotation]}
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal and len({type(value) for value in arguments}) == 1 and type(arguments[0]) in _SCALARS:
+        return {"type": _SCALARS[type(arguments[0])], "enum": list(arguments)}
+    if origin is list:
+        return {"type": "array", "items": _type_schema(arguments[0], where)}
+    if origin is tuple and len(set(arguments)) == 1:
+        size = len(arguments)
+        return {"type": "array", "items": _type_schema(arguments[0], where), "minItems": size, "maxItems": size}
+    raise ValueError(
+        f"{where}: the type {annotation} has no schema; use int, float, str, bool, Literal, list[…] or a tuple of "
+        "one type, such as tuple[float, float]"
+    )
+
+
+def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The description, and the text of each argument under `Args:`; a deeper line continues the one before."""
+    description, _, section = (inspect.getdoc(function) or "").partition("Args:\n")
+    arguments: dict[str, str] = {}
+    name, indent = "", len(section) - len(section.lstrip(" "))
+    for line in section.splitlines():
+        if not line.startswith(" " * max(indent, 1)):
+            break
+        match = _ARGUMENT.match(line[indent:])
+        if match:
+            name = match[1]
+            arguments[name] = match[2]
+        elif name:
+            arguments[name] += f" {line.strip()}"
+    return " ".join(description.split()), arguments
+
+
+def validate(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
+    """What is wrong with `arguments`, each as a phrase for the model; empty when nothing is.
+
+    `schema` is the object schema of the parameters. Numbers must be finite: JSON's 1e999 is not.
+    """
+    known = schema["properties"]
+    problems = [f"{name!r} is missing" for name in schema["required"] if name not in arguments]
+    for name, value in arguments.items():
+        if name not in known:
+            problems.append(f"{name[:80]!r} is not a parameter (there are: {', '.join(known) or 'none'})")
+        else:
+            problems += _check(value, known[name], name)
+    return problems
+
+
+def _check(value: Any, schema: Mapping[str, Any], path: str) -> list[str]:
+    if schema["type"] == "array":
+        return _check_array(value, schema, path)
+    if not _is_a(value, schema["type"]):
+        return [f"{path!r} must be {_ARTICLES[schema['type']]}, not {_shorten(value)}"]
+    if value not in schema.get("enum", [value]):
+        return [f"{path!r} must be one of {', '.join(map(repr, schema['enum']))}, not {_shorten(value)}"]
+    return []
+
+
+def _check_array(value: Any, schema: Mapping[str, Any], path: str) -> list[str]:
+    if not isinstance(value, list | tuple):
+        return [f"{path!r} must be a list, not {_shorten(value)}"]
+    size = schema.get("minItems", len(value))
+    if len(value) != size:
+        return [f"{path!r} must have {size} items, not {len(value)}"]
+    return [problem for i, item in enumerate(value) for problem in _check(item, schema["items"], f"{path}[{i}]")]
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    if kind == "number":
+        # An integer too large for a float would fail inside the tool.
+        return type(value) in (int, float) and abs(value) <= 1e300 and not math.isnan(value)
+    return type(value) is {"integer": int, "string": str, "boolean": bool}[kind]
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

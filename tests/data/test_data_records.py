@@ -1,0 +1,251 @@
+"""Rows of every container and every way in which a row can be wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from npu_vlrl.data.records import control_character, load_tasks, read_records, task_from_record
+from npu_vlrl.types import DataError, Image, Message
+
+WHERE = "train.parquet row 17"
+
+
+def png(level: int) -> bytes:
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (2, 2), (level,) * 3).save(file, "PNG")
+    return file.getvalue()
+
+
+def picture(level: int) -> Image:
+    return Image(np.full((2, 2, 3), level, np.uint8))
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    record = {
+        "data_source": "geo",
+        "prompt": [{"role": "user", "content": "<image>Find x."}],
+        "images": [{"bytes": png(1), "path": None}],
+        "reward_model": {"style": "rule", "ground_truth": "13"},
+        "extra_info": {"split": "train", "index": 3, "id": None},
+    }
+    return {key: value for key, value in (record | changes).items() if value != "DELETED"}
+
+
+def content(value: Any, **changes: Any) -> dict[str, Any]:
+    return row(prompt=[{"role": "user", "content": value}], **changes)
+
+
+def test_a_row_of_verls_schema(tmp_path: Path) -> None:
+    task = task_from_record(row(), WHERE, tmp_path)
+    assert task.id == WHERE and task.answer == "13" and task.data_source == "geo"
+    assert task.messages == (Message("user", (picture(1), "Find x.")),)
+    assert task.extra == {"split": "train", "index": 3}
+
+
+def test_tags_take_images_in_order_across_messages(tmp_path: Path) -> None:
+    prompt = [
+        {"role": "system", "content": "Look well."},
+        {"role": "user", "content": "a<image>b<image>"},
+        {"role": "assistant", "content": "seen"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and\n"}]},
+    ]
+    task = task_from_record(row(prompt=prompt, images=[{"bytes": png(k)} for k in (1, 2, 3)]), WHERE, tmp_path)
+    assert [message.parts for message in task.messages] == [
+        ("Look well.",),
+        ("a", picture(1), "b", picture(2)),
+        ("seen",),
+        (picture(3), "and\n"),
+    ]
+    swapped = task_from_record(row(prompt=prompt, images=[{"bytes": png(k)} for k in (2, 1, 3)]), WHERE, tmp_path)
+    assert swapped.messages != task.messages
+
+
+def test_every_way_to_give_an_image(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(7))
+    both, no_bytes = {"bytes": png(7), "path": "gone.png"}, {"bytes": None, "path": "a.png"}
+    for image in (png(7), "a.png", {"path": "a.png"}, both, no_bytes):
+        assert task_from_record(row(images=[image]), WHERE, tmp_path).images == (picture(7),)
+        inline = content([{"type": "image", "image": image}, {"type": "text", "text": "q", "image": None}], images=None)
+        assert task_from_record(inline, WHERE, tmp_path).messages[0].parts == (picture(7), "q")
+
+
+def test_literal_tags_stay_text_in_parts_and_answers(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "What does <image> mean in HTML?"}]
+    record = content(parts, images=[], reward_model={"ground_truth": "<image>"})
+    task = task_from_record(record, WHERE, tmp_path)
+    assert task.messages[0].parts == ("What does <image> mean in HTML?",) and task.answer == "<image>"
+
+
+GOLDS = [("13", "13"), (5, "5"), (2.5, "2.5"), ("", None), (" ", None), ("a\nb", "a\nb")]
+
+
+@pytest.mark.parametrize(("gold", "answer"), GOLDS)
+def test_golds(gold: Any, answer: str | None, tmp_path: Path) -> None:
+    assert task_from_record(row(reward_model={"ground_truth": gold}), WHERE, tmp_path).answer == answer
+
+
+BAD = {
+    "more tags": (content("<image><image>q"), r"prompt\[0\].content: more <image> tags .*add the missing image"),
+    "tag, no image": (row(images=[]), r"prompt\[0\].content: more <image> tags .*list of parts"),
+    "tag, images null": (row(images=None), "more <image> tags"),
+    "image, no tag": (content("q"), "images: 1 images, but the prompt has fewer <image> tags .* once for each image"),
+    "part, no image": (content([{"type": "image"}], images=None), "more <image> tags"),
+    "no data_source": (row(data_source="DELETED"), "data_source: missing"),
+    "data_source type": (row(data_source=3), "data_source: expected str, got int 3; change its type"),
+    "no prompt": (row(prompt="DELETED"), "prompt: missing"),
+    "prompt type": (row(prompt="Find x"), "prompt: expected list, got str"),
+    "empty prompt": (row(prompt=[]), "prompt: empty; give at least one message"),
+    "message type": (row(prompt=["q"]), r"prompt\[0\]: expected dict, got str"),
+    "no role": (row(prompt=[{"content": "q"}]), r"prompt\[0\].role: missing"),
+    "unknown role": (row(prompt=[{"role": "human", "content": "q"}]), "role: unknown role 'human'; use one of system"),
+    "no content": (content(None), r"prompt\[0\].content: missing"),
+    "content type": (content(3), r"prompt\[0\].content: expected list, got int"),
+    "empty content": (content("", images=None), r"prompt\[0\].content: empty; give the message a text"),
+    "empty parts": (content([], images=None), r"prompt\[0\].content: empty"),
+    "null part": (content([None]), r"prompt\[0\].content\[0\]: missing"),
+    "part type": (content([{"type": "audio"}]), r"prompt\[0\].content\[0\].type: 'audio' is not supported"),
+    "part text": (content([{"type": "text"}]), r"prompt\[0\].content\[0\].text: missing"),
+    "part image": (content([{"type": "image", "image": 3}]), r"content\[0\].image: expected bytes, a path.* got int"),
+    "null byte": (content("<image>a\0b"), r"prompt\[0\].content: the text contains a null byte; remove it"),
+    "null byte in part": (content([{"type": "text", "text": "\0"}]), r"content\[0\].text: .* null byte"),
+    "surrogate": (content("<image>\ud800"), r"prompt\[0\].content: .*surrogate"),
+    "images type": (row(images="a.png"), "images: expected list, got str"),
+    "image type": (row(images=[3]), r"images\[0\]: expected bytes, a path"),
+    "image without both": (row(images=[{"bytes": None, "path": None}]), r"images\[0\]: expected bytes, a path"),
+    "image bytes": (row(images=[{"bytes": b"x"}]), r"images\[0\]: not an image"),
+    "image zero bytes": (row(images=[{"bytes": b""}]), r"images\[0\]: the image has zero bytes"),
+    "image path": (row(images=["gone.png"]), r"images\[0\]: there is no image file"),
+    "image outside": (row(images=["../../etc/x.png"]), r"images\[0\]: the image path .* leaves"),
+    "address": (row(images=["https://a.b/c.png"]), r"images\[0\]: 'https.*' is an address; download"),
+    "no reward_model": (row(reward_model="DELETED"), "reward_model: missing"),
+    "reward_model type": (row(reward_model="13"), "reward_model: expected dict, got str"),
+    "no gold": (row(reward_model={"style": "rule"}), "reward_model.ground_truth: missing; give the right answer"),
+    "gold list": (row(reward_model={"ground_truth": ["1"]}), "reward_model.ground_truth: .* got list"),
+    "gold bool": (row(reward_model={"ground_truth": True}), "reward_model.ground_truth: .* got bool"),
+    "gold nan": (row(reward_model={"ground_truth": float("nan")}), "reward_model.ground_truth: .*not finite"),
+    "gold form feed": (row(reward_model={"ground_truth": "\x0crac{1}{2}"}), "ground_truth: .*U\\+000C.*at its source"),
+    "gold tab": (row(reward_model={"ground_truth": "\theta"}), "ground_truth: .*U\\+0009"),
+    "gold null byte": (row(reward_model={"ground_truth": "1\0"}), "ground_truth: .*null byte"),
+    "extra type": (row(extra_info="x"), "extra_info: expected dict, got str"),
+    "extra id": (row(extra_info={"id": [1]}), "extra_info.id: expected str or int"),
+    "videos": (row(videos=[{"path": "a.mp4"}]), "videos: videos are not supported"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_name_row_field_and_remedy(name: str, tmp_path: Path) -> None:
+    record, words = BAD[name]
+    with pytest.raises(DataError, match=f"{WHERE}, .*{words}"):
+        task_from_record(record, WHERE, tmp_path)
+
+
+def test_control_characters() -> None:
+    assert [control_character(text) for text in ("\\frac{1}{2}\n°", "a\x07", "\x9f")] == [None, "U+0007", "U+009F"]
+
+
+def save(path: Path, rows: list[dict[str, Any]], kind: str) -> Path:
+    if kind == "jsonl":
+        path = path / "train.jsonl"
+        lines = [json.dumps(r | {"images": ["a.png"]}) for r in rows]
+        path.write_text("\n" + "\n\n".join(lines) + "\n")
+        (path.parent / "a.png").write_bytes(png(1))
+    elif kind == "parquet":
+        path = path / "train.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
+    else:  # the layout of datasets' save_to_disk, checked once against the library
+        path = path / "train"
+        path.mkdir()
+        names = [f"data-{k:05d}-of-00002.arrow" for k in range(2)]
+        for name, part in zip(names, (rows[:4], rows[4:]), strict=True):
+            table = pa.Table.from_pylist(part, pa.Table.from_pylist(rows).schema)
+            with pa.ipc.new_stream(path / name, table.schema) as writer:
+                writer.write_table(table, max_chunksize=3)
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names], "_split": None}))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+def test_containers_give_any_row_in_any_order(kind: str, tmp_path: Path) -> None:
+    rows = [row(reward_model={"ground_truth": str(k)}, extra_info={"split": "x"}) for k in range(10)]
+    rows[4]["extra_info"] = {"split": "x", "id": "four"}
+    path = save(tmp_path, rows, kind)
+    tasks = load_tasks(path)
+    assert len(tasks) == len(read_records(path)) == 10
+    for k in (9, 0, 4, 3, 9):
+        task = tasks[k]
+        assert task.answer == str(k) and task.images == (picture(1),)
+        assert task.id == ("train/four" if k == 4 else f"train/{k}")
+    assert tasks.records.where(2) == f"{path.name} row 2"
+    for outside in (10, -1):
+        with pytest.raises(IndexError, match="rows 0 to 9"):
+            tasks[outside]
+
+
+def test_fingerprints_follow_the_content(tmp_path: Path) -> None:
+    path = save(tmp_path, [row()], "parquet")
+    before = read_records(path).fingerprint
+    assert read_records(path).fingerprint == before
+    pq.write_table(pa.Table.from_pylist([row(reward_model={"ground_truth": "14"})]), path)
+    assert read_records(path).fingerprint != before
+
+
+def test_parquet_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(spill))
+    tasks = load_tasks(save(tmp_path, [row()], "parquet"))
+    assert not list(spill.iterdir()) and tasks[0].answer == "13"
+
+
+def test_damaged_lines_name_their_row(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": \n[1]\n"\xff"\n' + b"[" * 100000 + b"\n")
+    records = read_records(path)
+    assert records[0] == {"a": 1}
+    for number, words in enumerate(("Expecting value", "an object is expected, got list", "decode", "recursion"), 1):
+        with pytest.raises(DataError, match=f"t.jsonl row {number}: the row cannot be read .*{words}.*write it again"):
+            records[number]
+
+
+def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
+    def refused(path: Path, words: str) -> None:
+        with pytest.raises(DataError, match=words):
+            load_tasks(path)
+
+    refused(tmp_path / "gone.parquet", "gone.parquet: there is no such file or folder")
+    (tmp_path / "a.csv").write_text("x")
+    refused(tmp_path / "a.csv", "a.csv: unknown kind of file; use .parquet, .jsonl")
+    (tmp_path / "a.parquet").write_text("x")
+    refused(tmp_path / "a.parquet", "a.parquet: cannot be read")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    refused(tmp_path / "empty.jsonl", "empty.jsonl: there are no rows")
+    refused(tmp_path, "no state.json.; name a file inside")
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    refused(tmp_path, "name one split inside")
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("{", "lists no data files"),
+        ('{"_data_files": 3}', "lists no data files"),
+        ("{}", "lists no data files"),
+        ('{"_data_files": [{"filename": "../a.arrow"}]}', "leaves the folder"),
+        ('{"_data_files": [{"filename": "gone.arrow"}]}', "cannot be read"),
+        ('{"_data_files": [], "_indices_data_files": [{"filename": "i"}]}', "flatten_indices"),
+        ('{"_data_files": []}', "there are no rows"),
+    ],
+)
+def test_broken_save_to_disk_folders(tmp_path: Path, state: str, words: str) -> None:
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(DataError, match=words):
+        load_tasks(tmp_path)

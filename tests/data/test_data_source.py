@@ -1,0 +1,157 @@
+"""Order, resuming and skipping."""
+
+from __future__ import annotations
+
+import gc
+import io
+import itertools
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_vlrl.data.source import TaskSource
+from npu_vlrl.data.synthetic import arrow_task
+from npu_vlrl.types import DataError
+
+
+def write(path: Path, bad: set[int], rows: int) -> Path:
+    with path.open("w") as file:
+        for k in range(rows):
+            prompt: list[Any] = [] if k in bad else [{"role": "user", "content": f"q{k}"}]
+            record = {"data_source": "s", "prompt": prompt, "reward_model": {"ground_truth": str(k)}}
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+def ids(source: TaskSource, n: int) -> list[str]:
+    return [task.id for task in source.next(n)]
+
+
+def test_epochs_are_complete_and_differ(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", set(), 12)
+    source = TaskSource.from_records(path, seed=1)
+    epochs = [ids(source, 12) for _ in range(3)]
+    everything = [f"t/{k}" for k in range(12)]
+    assert all(sorted(epoch) == sorted(everything) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, everything]}) == 4
+    assert ids(TaskSource.from_records(path, seed=1), 12) == epochs[0]
+    assert ids(TaskSource.from_records(path, seed=2), 12) != epochs[0]
+
+
+def test_unshuffled_order_and_a_pass_apart_from_the_position(tmp_path: Path) -> None:
+    source = TaskSource.from_records(write(tmp_path / "t.jsonl", {1}, 4), seed=1, shuffle=False)
+    assert ids(source, 2) == ["t/0", "t/2"]
+    assert [task.id for task in source.all()] == ["t/0", "t/2", "t/3"]
+    assert ids(source, 3) == ["t/3", "t/0", "t/2"]
+
+
+@given(before=st.integers(0, 60), seed=st.integers(0, 5), shuffle=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_resuming_gives_the_same_tasks_as_an_unbroken_run(
+    before: int, seed: int, shuffle: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = write(tmp_path_factory.mktemp("d") / "t.jsonl", {2, 5}, 11)
+    unbroken = TaskSource.from_records(path, seed, shuffle, max_skip_share=0.5)
+    expected = ids(unbroken, before + 30)
+    first = TaskSource.from_records(path, seed, shuffle, max_skip_share=0.5)
+    assert ids(first, before) == expected[:before]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = TaskSource.from_records(path, seed, shuffle, max_skip_share=0.5)
+    second.load_state_dict(state)
+    assert second.skipped == first.skipped
+    assert ids(second, 30) == expected[before:]
+    assert second.state_dict() == unbroken.state_dict()
+
+
+def test_a_state_of_other_data_or_seed_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", set(), 4)
+    state = TaskSource.from_records(path, seed=1).state_dict()
+    with pytest.raises(ValueError, match="other data: its seed is 1, here it is 2; resume with the same"):
+        TaskSource.from_records(path, seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="its shuffle is True"):
+        TaskSource.from_records(path, seed=1, shuffle=False).load_state_dict(state)
+    write(path, {0}, 4)
+    with pytest.raises(ValueError, match="its content is"):
+        TaskSource.from_records(path, seed=1).load_state_dict(state)
+    with pytest.raises(ValueError, match="its file is 't.jsonl', here it is 'u.jsonl'"):
+        TaskSource.from_records(write(tmp_path / "u.jsonl", set(), 4), seed=1).load_state_dict(state)
+    generated = TaskSource.generated(lambda index: arrow_task(1, index))
+    with pytest.raises(ValueError, match="its kind is 'records', here it is 'generated'"):
+        generated.load_state_dict(state)
+    with pytest.raises(ValueError, match="its first_task is 'arrow/1/0', here it is 'arrow/2/0'"):
+        TaskSource.generated(lambda index: arrow_task(2, index)).load_state_dict(generated.state_dict())
+
+
+def test_generated_tasks() -> None:
+    source = TaskSource.generated(lambda index: arrow_task(1, index))
+    assert ids(source, 3) == ["arrow/1/0", "arrow/1/1", "arrow/1/2"]
+    resumed = TaskSource.generated(lambda index: arrow_task(1, index))
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert ids(resumed, 1) == ["arrow/1/3"]
+    assert [task.id for task in itertools.islice(source.all(), 2)] == ["arrow/1/0", "arrow/1/1"]
+    assert source.skipped == {}
+
+
+def test_bad_rows_are_skipped_and_told(tmp_path: Path) -> None:
+    source = TaskSource.from_records(write(tmp_path / "t.jsonl", {3}, 40), seed=0)
+    assert "t/3" not in ids(source, 39 * 2)
+    message = "t.jsonl row 3, prompt: empty; give at least one message {role, content}"
+    assert source.skipped == {"t.jsonl row 3": message}
+
+
+def test_too_many_bad_rows_end_the_run(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", set(range(0, 40, 10)), 40)  # rows 0, 10, 20, 30: a tenth
+    source = TaskSource.from_records(path, seed=0, shuffle=False, max_skip_share=0.05)
+    ids(source, 17)  # rows 1..9 and 11..18: 19 rows seen, 2 of them bad, and no verdict yet
+    with pytest.raises(DataError, match=r"t.jsonl: 2 of 20 rows were skipped, .* share 0.05; correct .*row 10, prompt"):
+        source.next(1)
+    # At worst 3 of 21.
+    assert len(ids(TaskSource.from_records(path, seed=0, shuffle=False, max_skip_share=0.15), 36)) == 36
+    with pytest.raises(DataError, match="were skipped"):
+        list(TaskSource.from_records(path, seed=0, max_skip_share=0.05).all())
+
+
+def test_a_file_without_a_good_row_ends_the_run(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", {0, 1, 2}, 3)
+    for use in (lambda s: s.next(1), lambda s: list(s.all())):
+        with pytest.raises(DataError, match="t.jsonl: none of its 3 rows can be used; the last one: .*prompt: empty"):
+            use(TaskSource.from_records(path, seed=0, max_skip_share=1.0))
+
+
+def test_other_errors_are_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a mistake in the program")
+
+    monkeypatch.setattr("npu_vlrl.data.records.task_from_record", broken)
+    with pytest.raises(KeyError):
+        TaskSource.from_records(write(tmp_path / "t.jsonl", set(), 3), seed=0).next(1)
+
+
+def test_images_die_with_their_tasks(tmp_path: Path) -> None:
+    rows = []
+    for k in range(64):
+        file = io.BytesIO()
+        PIL.Image.fromarray(np.full((400, 500, 3), k, np.uint8)).save(file, "PNG")
+        prompt = [{"role": "user", "content": "<image>q"}]
+        images = [{"bytes": file.getvalue()}]
+        rows.append({"data_source": "s", "prompt": prompt, "images": images, "reward_model": {"ground_truth": "1"}})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    source = TaskSource.from_records(tmp_path / "t.parquet", seed=0)
+    refs: list[weakref.ref[Any]] = []
+    for _ in range(4):
+        tasks = source.next(16)
+        refs += [weakref.ref(task.images[0]) for task in tasks]
+        assert sum(ref() is not None for ref in refs) == 16
+        del tasks
+        gc.collect()
+        assert not any(ref() for ref in refs)
+    assert len(refs) == 64

@@ -1,0 +1,1 @@
+"""Real tokenizers and templates for tests, taken from installed packages."""
