@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from npu_vlrl.learner.algorithm import Algorithm, resolve
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout.inprocess import InProcessEngine
-from npu_vlrl.types import Task
+from npu_vlrl.types import DataError, Task
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.rewards import make_judge
 from npu_vlrl.workflow.tools import Toolbox
@@ -40,6 +41,8 @@ class Parts:
     algorithm: Algorithm
     train_tasks: TaskSource
     eval_tasks: list[Task]
+    eval_skipped: list[str]
+    """Why records of the evaluation source are left out."""
     train_sampling: Sampling
     eval_sampling: Sampling
 
@@ -55,17 +58,20 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         torch.set_num_threads(config.train.threads)
     torch.manual_seed(config.train.seed)
     algorithm = resolve(config.algorithm)
-    judge = make_judge(
-        config.reward.rule, config.reward.options, workers=config.reward.workers, deadline_s=config.reward.deadline_s
-    )
+    rollout, evaluation, reward = config.rollout, config.evaluation, config.reward
+    with _blaming("reward"):
+        judge = make_judge(reward.rule, reward.options, workers=reward.workers, deadline_s=reward.deadline_s)
     cleanup.callback(judge.close)
-    toolbox = Toolbox(config.workflow.tools)
-    train_tasks = task_source(config.data.train, config.train.seed, config.model.path, judge.check_gold)
-    loaded = load_model(config.model, run_dir / "model", config.train.seed, platform.device())
-    renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
-    vision = VisionFeatures(loaded.policy, loaded.processor, config.rollout.feature_cache_mib * 2**20)
-    workflow = VisionMultiTurnAgenticWorkflow(config.workflow, renderer, judge, toolbox, config.reward.failed_reward)
-    rollout, evaluation = config.rollout, config.evaluation
+    with _blaming("workflow.tools"):
+        toolbox = Toolbox(config.workflow.tools)
+    with _blaming("data"):
+        train_tasks = task_source(config.data.train, config.train.seed, config.model.path, judge.check_gold)
+        eval_tasks, eval_skipped = evaluation_tasks(config, judge.check_gold)
+    with _blaming("model"):
+        loaded = load_model(config.model, run_dir / "model", config.train.seed, platform.device())
+        renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
+    vision = VisionFeatures(loaded.policy, loaded.processor, rollout.feature_cache_mib * 2**20)
+    workflow = VisionMultiTurnAgenticWorkflow(config.workflow, renderer, judge, toolbox, reward.failed_reward)
     return Parts(
         platform,
         loaded,
@@ -74,7 +80,8 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         workflow,
         algorithm,
         train_tasks,
-        evaluation_tasks(config, judge.check_gold),
+        eval_tasks,
+        eval_skipped,
         Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.train.seed),
         Sampling(evaluation.temperature, evaluation.top_p, evaluation.top_k, config.train.seed),
     )
@@ -100,12 +107,27 @@ def task_source(
     )
 
 
-def evaluation_tasks(config: Config, check_answer: Callable[[str], None]) -> list[Task]:
-    """The first `evaluation.tasks` tasks of `data.eval`, or of the training source where there is none."""
-    source = config.data.eval or config.data.train
-    tasks = task_source(source, config.train.seed + EVALUATION_SEED, config.model.path, check_answer).all()
-    limit = config.evaluation.tasks
-    return [task for _, task in zip(range(limit), tasks, strict=False)] if limit else list(tasks)
+def evaluation_tasks(config: Config, check_answer: Callable[[str], None]) -> tuple[list[Task], list[str]]:
+    """The first `evaluation.tasks` tasks of `data.eval`, or of the training source where there is none.
+
+    Also returns why the records between them were left out.
+    """
+    source = task_source(
+        config.data.eval or config.data.train, config.train.seed + EVALUATION_SEED, config.model.path, check_answer
+    )
+    tasks = list(islice(source.all(), config.evaluation.tasks or None))
+    return tasks, list(source.skipped.values())
+
+
+@contextmanager
+def _blaming(key: str) -> Iterator[None]:
+    """What a part refuses to be made of is the fault of the configuration's `key`; a DataError names its culprit."""
+    try:
+        yield
+    except (ConfigError, DataError):
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _generator(name: str, seed: int, model_path: str) -> Callable[[int], Task]:

@@ -18,22 +18,34 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     from npu_vlrl.hardware import HardwareError
     from npu_vlrl.learner.checkpoint import CheckpointError
     from npu_vlrl.learner.trainer import LearnerError
+    from npu_vlrl.report.console import printable
     from npu_vlrl.rollout.collect import RolloutError
     from npu_vlrl.types import DataError
 
     try:
         options.run(options)
     except (ConfigError, DataError, HardwareError, CheckpointError) as error:
-        print(f"npu-vlrl: {error}", file=sys.stderr)
+        print(f"npu-vlrl: {printable(str(error))}", file=sys.stderr)
         return BAD_INPUT
     except (LearnerError, RolloutError) as error:
-        print(f"npu-vlrl: the run failed: {error}", file=sys.stderr)
+        print(f"npu-vlrl: the run failed: {printable(str(error))}", file=sys.stderr)
         return FAILED
     return DONE
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand anywhere, also between options, which argparse alone does not allow."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and ("overrides" not in options or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,5 +97,11 @@ def _config(options: argparse.Namespace) -> None:
 def _geo3k(options: argparse.Namespace) -> None:
     from npu_vlrl.data.geo3k import convert
 
-    for name, value in convert(Path(options.source), Path(options.out), options.eval_share, options.seed).items():
+    if not 0 <= options.eval_share < 1:
+        raise ConfigError(f"--eval-share must be at least 0 and below 1, got {options.eval_share}")
+    try:
+        converted = convert(Path(options.source), Path(options.out), options.eval_share, options.seed)
+    except OSError as error:
+        raise ConfigError(f"--out: {error}") from error
+    for name, value in converted.items():
         print(f"{name}: {value}")

@@ -6,16 +6,18 @@ Unknown keys are errors that name the nearest known key. Every field is read som
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from yaml import YAMLError
 
 Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -180,7 +182,7 @@ class OptimConfig(Section):
     warmup_steps: CountOrOff = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: NonNegative = 0.0
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     max_grad_norm: Positive = 1.0
     micro_batch_tokens: Count = 4096
     """Tokens packed into one forward pass; a longer sample gets a pass of its own."""
@@ -242,10 +244,10 @@ class Config(Section):
         if self.workflow.turn_tokens >= self.workflow.context_tokens:
             raise ValueError("workflow.turn_tokens must be smaller than workflow.context_tokens")
         if self.warm_start.steps and self.data.train.generator is None:
-            raise ValueError("warm_start needs data.train.generator: files hold no demonstrations; set warm_start.steps=0")
+            raise ValueError("warm_start needs data.train.generator: files show no solutions; set warm_start.steps=0")
         if self.warm_start.steps and self.model.lora is not None:
-            raise ValueError("warm_start trains the whole model, not an adapter; set warm_start.steps=0 or model.lora=null")
-        if self.evaluation.tasks == 0 and self.data.eval is not None and self.data.eval.generator is not None:
+            raise ValueError("warm_start trains a whole model, no adapter; set warm_start.steps=0 or model.lora=null")
+        if self.evaluation.tasks == 0 and (self.data.eval or self.data.train).generator is not None:
             raise ValueError("evaluation.tasks=0 means all of a file, and a generator is endless; give a number")
         if self.algorithm.updates > self.rollout.groups:
             raise ValueError("algorithm.updates cannot exceed rollout.groups: a mini-batch holds whole groups")
@@ -259,26 +261,43 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such configuration file")
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"override {override!r} is not of the form key=value, e.g. train.steps=10")
     try:
         loaded = OmegaConf.load(path)
-        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
+        if not isinstance(loaded, DictConfig):
+            raise ValueError("the file must hold a mapping of sections, got a list")
+        merged = OmegaConf.merge(loaded, *map(_override, overrides))
         values = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: the file must hold a mapping of sections, got {type(values).__name__}")
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{path}:\n" + "\n".join(_explain(error))) from None
 
 
+def _override(text: str) -> DictConfig:
+    if not text.partition("=")[0] or "=" not in text:
+        raise ConfigError(f"override {text!r} is not of the form key=value, e.g. train.steps=10")
+    try:
+        return OmegaConf.from_dotlist([text])
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"override {text!r}: {error}") from error
+
+
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML that `load_config` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
+
+
+def _escaped(value: Any) -> Any:
+    """`value` with its strings written so that OmegaConf finds no interpolation in them."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value
 
 
 def sections(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -307,5 +326,5 @@ def _explain(error: ValidationError) -> Iterator[str]:
         elif item["type"] == "missing":
             yield f"  {key}: required, but not given"
         else:
-            got = "" if isinstance(item["input"], dict) else f" (got {item['input']!r})"
+            got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
             yield f"  {key or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{got}"

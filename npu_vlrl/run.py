@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from npu_vlrl.build import Parts, build
-from npu_vlrl.config import Config
+from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluate import accuracies, evaluate
-from npu_vlrl.learner.checkpoint import latest
+from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.state import export_model, load_learner, save_learner
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.report.console import ConsoleReport
@@ -29,7 +29,10 @@ class Run:
         self.config = config
         self.folder = RunFolder(config)
         self.parts: Parts = build(config, self.folder.path, cleanup)
+        self.folder.begin()
         self.console = cleanup.enter_context(ConsoleReport(config.train.steps))
+        for message in self.parts.eval_skipped:
+            self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
         """`baseline` and `final`; they survive a stop."""
         self._reported_errors = 0
@@ -48,12 +51,23 @@ class Run:
         )
 
     def resume(self, learner: Learner) -> int:
-        """Restores the newest checkpoint; returns the steps done, 0 for a new run."""
+        """Restores the newest checkpoint; returns the steps done, 0 for a new run.
+
+        Raises ConfigError when it has done more than `train.steps`, and CheckpointError when it does not fit.
+        """
         step = 0
         newest = latest(self.folder.checkpoints)
         if newest is not None:
             step, state = load_learner(newest, learner, self.parts.platform)
-            self.parts.train_tasks.load_state_dict(state["tasks"])
+            if step > self.config.train.steps:
+                raise ConfigError(
+                    f"train.steps: {newest} has done {step} steps already, more than {self.config.train.steps}; "
+                    "ask for at least as many, or start a new run with another run.dir"
+                )
+            try:
+                self.parts.train_tasks.load_state_dict(state["tasks"])
+            except ValueError as error:
+                raise CheckpointError(f"checkpoint {newest}: {error}") from error
             self.evaluations = state["evaluations"]
             self.parts.engine.weights_changed(step)
             self.console.line(f"resumed from {newest} after {step} steps")

@@ -30,6 +30,9 @@ async def _train(run: Run) -> dict[str, Any]:
         run.evaluations["baseline"] = await run.evaluate("baseline", 0)
 
     for step in range(start, config.train.steps):
+        # before the step, not after it: a run that is resumed from the checkpoint of this step evaluates again
+        if step and config.evaluation.every and step % config.evaluation.every == 0:
+            await run.evaluate("evaluation", step)
         step_began = time.monotonic()
         rollout = await run.rollout(step)
         samples = assign_advantages(run.export(rollout), run.parts.algorithm)
@@ -39,11 +42,8 @@ async def _train(run: Run) -> dict[str, Any]:
         metrics |= {"rollout_seconds": rolled_out - step_began, "seconds": time.monotonic() - step_began}
         run.report(step, rollout, samples, metrics)
         done = step + 1
-        if done < config.train.steps:
-            if config.evaluation.every and done % config.evaluation.every == 0:
-                await run.evaluate("evaluation", done)
-            if config.run.checkpoint_every and done % config.run.checkpoint_every == 0:
-                run.save(done, learner)
+        if done < config.train.steps and config.run.checkpoint_every and done % config.run.checkpoint_every == 0:
+            run.save(done, learner)
 
     run.evaluations["final"] = await run.evaluate("final", config.train.steps)
     run.save(config.train.steps, learner)

@@ -40,6 +40,7 @@ async def warm_start(run: Run) -> None:
         loss = learner.supervise(export(played, "concat", "best", 1.0, str(loaded.folder)), config.warm_start.lr)
         run.parts.engine.weights_changed(0)
     export_model(loaded.policy, loaded.tokenizer, loaded.folder, target)
+    learner.forget_features()
     share = right / (config.warm_start.steps * config.warm_start.batch)
     run.console.line(
         f"warm start: {config.warm_start.steps} supervised steps on scripted demonstrations, of whose first answers "

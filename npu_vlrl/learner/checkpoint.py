@@ -6,14 +6,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+Content = TypeVar("Content")
 
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8})$")
@@ -38,11 +41,15 @@ class Checkpoint:
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Writes `folder/step-XXXXXXXX` atomically: a run that is killed here leaves the previous checkpoint intact.
 
-    Older checkpoints beyond `keep` are removed afterwards.
+    A complete checkpoint of the same step holds the same already and is kept. Older checkpoints beyond `keep`, and what
+    a killed run left unfinished, are removed.
     """
     final = folder / f"step-{checkpoint.step:08d}"
+    if final in _complete(folder):
+        return final
+    for left in (*folder.glob(".step-*.partial"), final):
+        shutil.rmtree(left, ignore_errors=True)
     partial = folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name in ("weights", "optimizer", "rng"):
         tensors: Mapping[str, Tensor] = getattr(checkpoint, name)
@@ -51,7 +58,6 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     for path in partial.iterdir():
         _flush(path)
     _flush(partial)
-    shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     _flush(folder)
     for old in _complete(folder)[:-keep]:
@@ -67,15 +73,23 @@ def latest(folder: Path) -> Path | None:
 
 def load(path: Path, device: torch.device) -> Checkpoint:
     """Raises CheckpointError when a file is missing or damaged, naming it."""
+    state = _read(path / STATE, lambda file: dict(json.loads(file.read_text())))
+    weights = _read(path / "weights.safetensors", lambda file: load_file(file, device=str(device)))
+    optimizer = _read(path / "optimizer.safetensors", lambda file: load_file(file, device=str(device)))
+    rng = _read(path / "rng.safetensors", load_file)
+    match = _NAME.match(path.name)
+    if match is None or state.pop("step", None) != int(match[1]):
+        raise CheckpointError(f"checkpoint {path / STATE} is not that of the step in the folder's name")
+    return Checkpoint(int(match[1]), weights, optimizer, rng, state)
+
+
+def _read(file: Path, read: Callable[[Path], Content]) -> Content:
     try:
-        state = json.loads((path / STATE).read_text())
-        tensors = {
-            name: load_file(path / f"{name}.safetensors", device=str(device) if name != "rng" else "cpu")
-            for name in ("weights", "optimizer", "rng")
-        }
-    except Exception as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}; remove it to use an older one") from error
-    return Checkpoint(step=state.pop("step"), state=state, **tensors)
+        return read(file)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint file {file} cannot be read: {error}; remove {file.parent} to go on from an older checkpoint"
+        ) from error
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -19,14 +19,23 @@ from npu_vlrl.model.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+
 
 def save_learner(
     folder: Path, step: int, learner: Learner, platform: Platform, state: dict[str, Any], keep: int
 ) -> Path:
     """Writes a checkpoint with the trained weights, the optimiser, the random states and `state` (JSON values).
 
-    Frozen weights are those of `model.path` and are not written.
+    Frozen weights are those of `model.path` and are not written. Vision features are forgotten, so that a run that goes
+    on computes what a resumed one does, bit by bit.
     """
+    learner.forget_features()
     optimizer = learner.optimizer.state
     moments = {
         f"{moment}.{name}": optimizer[p][moment]
@@ -75,7 +84,7 @@ def export_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, source: Pat
     model = copy.deepcopy(policy.model).merge_and_unload() if policy.has_adapter else policy.base
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    for name in ("preprocessor_config.json", "processor_config.json", "chat_template.json"):
+    for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, partial / name)
     shutil.rmtree(target, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -56,12 +57,14 @@ class Learner:
             self.reference = policy
         elif algorithm.kl_coef:
             self.reference = Policy(_frozen_copy(policy), policy.special, policy.n_tokens, policy.merge_size)
-            self._reference_vision = VisionFeatures(self.reference, vision.processor, vision.cache_bytes)
+            if not policy.vision_is_frozen:  # a frozen tower gives both the same features
+                self._reference_vision = VisionFeatures(self.reference, vision.processor, vision.cache_bytes)
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Trains on a batch with advantages: `updates` mini-batches of whole groups, `epochs` times.
 
-        Raises LearnerError when the engine's logprobs of the first mini-batch are not the learner's.
+        Raises LearnerError, with the weights untouched, when the engine's logprobs of the first mini-batch are not the
+        learner's.
         """
         self.policy.model.train()
         reference = {} if self.reference is None else self._reference_logprobs(samples)
@@ -69,21 +72,19 @@ class Learner:
         parts = [groups[i :: self.config.updates] for i in range(self.config.updates)]
         metrics: list[dict[str, Tensor]] = []
         extra: dict[str, float] = {"skipped_updates": 0.0}
-        for epoch in range(self.config.epochs):
+        for _ in range(self.config.epochs):
             for part in parts:
                 chosen = [sample for sample in samples if sample.group in set(part)]
                 if not chosen:
                     continue
-                new, norm = self._update(chosen, reference)
+                new, norm = self._update(chosen, reference, check_gap=not metrics)
                 if not metrics:
-                    self._check_gap(new)
+                    extra["logprob_gap"] = reduce_metrics(new)["gap_max"]
                 metrics += new
                 extra["skipped_updates"] += norm is None
                 extra["grad_norm"] = norm if norm is not None else float("nan")
         extra["lr"] = self.optimizer.param_groups[0]["lr"]
-        means = reduce_metrics(metrics)
-        first = reduce_metrics(metrics[:1])
-        return means | extra | {"logprob_gap": first["gap_max"]}
+        return reduce_metrics(metrics) | extra
 
     def supervise(self, samples: Sequence[Sample], lr: float) -> float:
         """One step of maximum likelihood on the trained tokens; returns the mean loss a token, in nats."""
@@ -98,13 +99,22 @@ class Learner:
         self._apply(lr)
         return total
 
+    def forget_features(self) -> None:
+        """Empties the caches of vision features, as they are when a run is resumed.
+
+        The last bits of a feature depend on the pictures that went through the tower with it.
+        """
+        for vision in (self.vision, self._reference_vision):
+            vision._kept.clear()
+
     def _update(
-        self, samples: Sequence[Sample], reference: dict[str, Tensor]
+        self, samples: Sequence[Sample], reference: dict[str, Tensor], check_gap: bool
     ) -> tuple[list[dict[str, Tensor]], float | None]:
         """Metrics of each micro-batch, and the gradient's norm; None when the update was skipped."""
         trained = {sample.id: sum(sample.loss_mask) for sample in samples}
         metrics: list[dict[str, Tensor]] = []
         bad: list[str] = []
+        total = 0.0
         for batch in self._micro_batches(samples):
             logprobs_N, entropy_N = self._score(batch, self.policy, self.vision, self.temperature)
             weights_N = token_weights(
@@ -116,6 +126,7 @@ class Learner:
                 global_samples=len(samples),
                 constant=self.config.loss_constant,
             )
+            reference_N = torch.cat([reference[i] for i in batch.sample_ids]) if reference else None
             loss, new = policy_loss(
                 logprobs_N,
                 entropy_N,
@@ -128,17 +139,23 @@ class Learner:
                 ratio=self.config.ratio,
                 sample_N=batch.sample_N,
                 n_samples=len(batch.sample_ids),
-                reference_N=torch.cat([reference[i] for i in batch.sample_ids]) if reference else None,
+                reference_N=reference_N,
                 kl_coef=self.algorithm.kl_coef,
                 kl_kind=self.config.kl_kind,
                 entropy_coef=self.config.entropy_coef,
             )
             finite_N = torch.isfinite(logprobs_N) & torch.isfinite(batch.advantages_N)
+            if reference_N is not None:
+                finite_N &= torch.isfinite(reference_N)
             bad += [batch.sample_ids[i] for i in batch.sample_N[~finite_N].unique().tolist()]
             loss.backward()
+            total += loss.item()
             metrics.append(new)
+        if check_gap:
+            self._check_gap(metrics)
         lr = learning_rate(self.optim, self.updates, self.total_updates)
-        norm = self._apply(lr, skip=bool(bad))
+        # the gradient of a loss that is not finite may well be: a clamp passes none of it on
+        norm = self._apply(lr, skip=bool(bad) or not math.isfinite(total))
         self.updates += 1
         if norm is None:
             self.skipped += bad or [sample.id for sample in samples]
@@ -188,8 +205,10 @@ class Learner:
         return found
 
     def _check_gap(self, metrics: Sequence[dict[str, Tensor]]) -> None:
-        gap = max(float(part["gap_max"]) for part in metrics)
-        if gap > self.config.max_logprob_gap:
+        # not max() over all: NaN would hide the gap of another micro-batch; an update with NaN is skipped later
+        gap = max((g for part in metrics if (g := float(part["gap_max"])) > self.config.max_logprob_gap), default=0.0)
+        if gap:
+            self.optimizer.zero_grad(set_to_none=True)
             raise LearnerError(
                 f"the learner's log-probability of a token differs by {gap:.3g} from the engine's, more than "
                 f"algorithm.max_logprob_gap={self.config.max_logprob_gap}: engine and learner do not hold the same "

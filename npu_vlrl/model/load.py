@@ -5,22 +5,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerBase
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from npu_vlrl.config import ConfigError, LoraConfig, ModelConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.kernels.attention import attach
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.tiny import write_tiny_model
-from npu_vlrl.types import SpecialTokens
+from npu_vlrl.model.tokens import special_tokens
 
 VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
 TEXT_MODELS = ("qwen2", "qwen3")
@@ -34,21 +43,6 @@ class LoadedModel:
     processor: ImageProcessor | None
     """None for a text-only model."""
     folder: Path
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """The ids of Qwen's control tokens, as far as the tokenizer has them. ConfigError without an end of turn."""
-    vocabulary = tokenizer.get_vocab()
-    ends = tuple(vocabulary[t] for t in ("<|im_end|>", "<|endoftext|>") if t in vocabulary)
-    if not ends:
-        raise ConfigError(f"{tokenizer.name_or_path}: the tokenizer has no <|im_end|>; only Qwen's chat format is known")
-    return SpecialTokens(
-        end_of_turn=ends,
-        image=vocabulary.get("<|image_pad|>"),
-        video=vocabulary.get("<|video_pad|>"),
-        vision_start=vocabulary.get("<|vision_start|>"),
-        vision_end=vocabulary.get("<|vision_end|>"),
-    )
 
 
 def model_folder(path: str, scratch: Path, seed: int) -> Path:
@@ -74,16 +68,20 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
     folder = model_folder(config.path, scratch, seed)
     model = load_weights(folder, DTYPES[config.dtype]).to(device)
     attach(model)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    _read_chat_template(tokenizer, folder)
-    processor = ImageProcessor.from_folder(folder)
+    with _explained(f"model.path: cannot read {folder}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        _read_chat_template(tokenizer, folder)
+        processor = ImageProcessor.from_folder(folder)
     is_vision_model = model.config.model_type in VISION_MODELS
     if is_vision_model and processor is None:
-        raise ConfigError(f"model.path: {folder} holds a vision-language model but no preprocessor_config.json")
+        raise ConfigError(
+            f"model.path: {folder} holds a vision-language model but no preprocessor_config.json; add its publisher's"
+        )
     processor = processor if is_vision_model else None
     if processor is not None:
-        limits = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
-        processor = dataclasses.replace(processor, **{k: v for k, v in limits.items() if v is not None})
+        limits: dict[str, Any] = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
+        with _explained("model.min_pixels and model.max_pixels, with those of the folder where one is not set"):
+            processor = dataclasses.replace(processor, **{k: v for k, v in limits.items() if v is not None})
     if config.freeze_vision and is_vision_model:
         model.model.visual.requires_grad_(False)
     if config.lora is not None:
@@ -91,7 +89,9 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     merge = processor.merge_size if processor is not None else 2
-    return LoadedModel(Policy(model, special_tokens(tokenizer), len(tokenizer), merge), tokenizer, processor, folder)
+    with _explained("model.path"):
+        special = special_tokens(tokenizer, with_images=is_vision_model, owner=str(folder))
+    return LoadedModel(Policy(model, special, len(tokenizer), merge), tokenizer, processor, folder)
 
 
 def replace_weights(policy: Policy, folder: Path) -> None:
@@ -100,30 +100,43 @@ def replace_weights(policy: Policy, folder: Path) -> None:
     policy.base.load_state_dict(weights)
 
 
-def load_weights(folder: Path, dtype: torch.dtype) -> nn.Module:
+def load_weights(folder: Path, dtype: torch.dtype) -> Any:
     """The transformers model of a folder. Raises ConfigError when a weight is missing, left over or misshapen."""
-    settings = AutoConfig.from_pretrained(folder)
+    with _explained(f"model.path: cannot read {folder / 'config.json'}"):
+        settings = AutoConfig.from_pretrained(folder)
     if settings.model_type in VISION_MODELS:
-        family = AutoModelForImageTextToText
+        family: Any = AutoModelForImageTextToText
     elif settings.model_type in TEXT_MODELS:
         family = AutoModelForCausalLM
     else:
         raise ConfigError(
             f"model.path: {folder} is a {settings.model_type}; supported are {', '.join(VISION_MODELS + TEXT_MODELS)}"
         )
-    try:
+    with _explained(f"model.path: cannot load the weights of {folder}"):
         model, report = family.from_pretrained(
             folder,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below instead
         )
-    except OSError as error:
-        raise ConfigError(f"model.path: cannot load {folder}: {error}") from error
-    wrong = {kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]}
+    wrong = {
+        kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]
+    }
     if wrong:
-        raise ConfigError(f"model.path: the weights of {folder} do not fit its config.json: {wrong}")
+        raise ConfigError(f"model.path: the weights of {folder} do not fit its config.json: {wrong}; download it again")
     return model
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns what libraries raise about a folder's files into a ConfigError that begins with `what`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"{what}: {error}") from error
 
 
 def _read_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -131,14 +144,21 @@ def _read_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Non
     if tokenizer.chat_template is None and (folder / "chat_template.json").is_file():
         tokenizer.chat_template = json.loads((folder / "chat_template.json").read_text())["chat_template"]
     if tokenizer.chat_template is None:
-        raise ConfigError(f"model.path: {folder} has no chat template (chat_template.jinja or tokenizer_config.json)")
+        raise ConfigError(f"model.path: {folder} has no chat template; add its publisher's chat_template.jinja")
 
 
-def _add_adapter(model: nn.Module, config: LoraConfig) -> nn.Module:
-    layers = [name for name, _ in model.named_modules() if ".visual." not in f".{name}."]
+def _add_adapter(model: Any, config: LoraConfig) -> Any:
+    # embeddings and head are read as plain weights, so an adapter there would be left out in silence
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    layers = [name for name in linear if ".layers." in name and ".visual." not in name]
     chosen = [name for name in layers if name.rpartition(".")[2] in config.targets]
     missing = [target for target in config.targets if not any(name.endswith(f".{target}") for name in chosen)]
     if missing:
         raise ConfigError(f"model.lora.targets: no language-model layer is named {', '.join(missing)}")
-    settings = PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=chosen)
+    settings = PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides by it; a float is right
+        lora_dropout=0.0,
+        target_modules=chosen,
+    )
     return get_peft_model(model, settings)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +26,18 @@ class Policy:
     Qwen3-VL adds to the hidden states after its first layers.
     """
 
-    def __init__(self, model: nn.Module, special: SpecialTokens, n_tokens: int, merge_size: int = 2) -> None:
+    def __init__(self, model: Any, special: SpecialTokens, n_tokens: int, merge_size: int) -> None:
         """`n_tokens` is the size of the tokenizer: rows of the head beyond it are padding and never sampled."""
         self.model = model
         self.special = special
         self.n_tokens = n_tokens
         self.merge_size = merge_size
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.base = base
-        self.core: nn.Module = base.model
-        self.text: nn.Module = getattr(self.core, "language_model", self.core)
-        self.vision: nn.Module | None = getattr(self.core, "visual", None)
+        # transformers and peft types say little about attributes, hence Any
+        self.base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.core: Any = self.base.model
+        self.text: Any = getattr(self.core, "language_model", self.core)
+        self.vision: Any = getattr(self.core, "visual", None)
+        """None for a text-only model."""
         self._cache_name = "cache" if "cache" in inspect.signature(self.text.forward).parameters else "past_key_values"
         head = self.head_weight
         forbidden = torch.zeros(head.shape[0], dtype=torch.bool)
@@ -62,8 +64,12 @@ class Policy:
         output = self.core.get_image_features(
             patches_PD.to(self.device), torch.tensor(grids, device=self.device), return_dict=True
         )
-        deep = getattr(output, "deepstack_features", None) or []
-        return [torch.cat(parts, dim=-1) for parts in zip(output.pooler_output, *deep, strict=True)]
+        images = output.pooler_output
+        lengths = [len(image) for image in images]
+        # one tensor of all images in some releases of transformers, cut into images in others
+        deep = getattr(output, "deepstack_features", None) or ()
+        deep = [part.split(lengths) if isinstance(part, Tensor) else part for part in deep]
+        return [torch.cat(parts, dim=-1) for parts in zip(images, *deep, strict=True)]
 
     def hidden_packed(
         self, token_ids_T: Tensor, positions_3T: Tensor, lengths: Sequence[int], features: Sequence[Tensor]
@@ -105,7 +111,7 @@ class Policy:
         extra = dict(varlen)
         if features:
             hidden = embeds.shape[-1]
-            seen = token_ids_BT == self.special.image
+            seen = torch.eq(token_ids_BT, self.special.image or -1)
             slots = seen.flatten().nonzero()[:, 0]
             rows = torch.cat(list(features)).to(embeds.dtype)
             if len(rows) != len(slots):

@@ -32,7 +32,8 @@ CORPUS = (
     "Which way is the top of the photo? Which way does the arrow point?",
     '{"name": "look", "arguments": {}} {"name":"look","arguments":{}}',
     *("up", "right", "down", "left"),
-    "No. Try again. Your answer is not right. Look again, find the mistake and try again.",
+    "Image 1 is what you see. Image 1. you have looked already",
+    "No. Your answer is not right. Look again, find the mistake and try again.",
 )
 
 CHAT_TEMPLATE = """\
@@ -53,7 +54,7 @@ CHAT_TEMPLATE = """\
 """
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3")
-INIT_STD = 0.05
+INIT_STD = 0.1
 """The default of 0.02 learns nothing at this size."""
 
 
@@ -73,7 +74,7 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     bpe.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKUP + ANSWER])
     tokenizer = Qwen2Tokenizer(
         tokenizer_object=bpe,
-        unk_token=None,
+        unk_token=None,  # type: ignore[arg-type]  # a byte-level BPE knows every byte
         bos_token=None,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -83,14 +84,16 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def write_tiny_model(kind: str, folder: Path, seed: int, hidden: int = 128, layers: int = 2) -> Path:
+def write_tiny_model(kind: str, folder: Path, seed: int, hidden: int = 64, layers: int = 2) -> Path:
     """Writes a Hugging Face folder with a random model of `kind` (one of `KINDS`) and returns it."""
     if kind not in KINDS:
         raise ValueError(f"unknown tiny model {kind!r}; choose one of {', '.join(KINDS)}")
     tokenizer = tiny_tokenizer()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = {"qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3": _qwen3}[kind](tokenizer, hidden, layers)
+        model: Any = {"qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3": _qwen3}[kind](
+            tokenizer, hidden, layers
+        )
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=INIT_STD)

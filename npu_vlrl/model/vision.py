@@ -20,8 +20,8 @@ class Patches(Protocol):
 
 
 class VisionFeatures:
-    """Features by content hash. With a trainable tower they live until the weights change; with a frozen one they
-    are kept across steps, least recently used out first, up to `cache_bytes`.
+    """Features by content hash, up to `cache_bytes`, least recently used out first. With a trainable tower they live
+    until the weights change; with a frozen one they are kept across steps.
     """
 
     def __init__(self, policy: Policy, processor: Patches | None, cache_bytes: int) -> None:
@@ -69,8 +69,6 @@ class VisionFeatures:
         return self.policy.encode(patches, [image.grid for image in images])
 
     def _evict(self) -> None:
-        if not self.policy.vision_is_frozen:
-            return
         size = sum(f.numel() * f.element_size() for f in self._kept.values())
         while self._kept and size > self.cache_bytes:
             _, oldest = self._kept.popitem(last=False)

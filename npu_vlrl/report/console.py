@@ -41,8 +41,8 @@ class ConsoleReport:
         self.progress.stop()
 
     def line(self, text: str) -> None:
-        """A line of plain text; markup in it has no effect."""
-        self.console.print(Text(text))
+        """Plain text: markup in it has no effect, and control characters are spelt out."""
+        self.console.print(Text(printable(text)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         note = "  ".join(f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics)
@@ -56,11 +56,12 @@ class ConsoleReport:
         lines += [f"  {m.role:9} | {_shown(m.text, len(m.images))}" for m in trajectory.task.messages]
         for turn in trajectory.turns:
             stop = turn.action.stop_reason
-            lines.append(f"  {'model':9} | {_shown(turn.text)}   [{stop and stop.value}, reward {turn.action.reward:g}]")
+            earned = f"[{stop and stop.value}, reward {turn.action.reward:g}]"
+            lines.append(f"  {'model':9} | {_shown(turn.text)}   {earned}")
             lines += [f"  {'tool':9} | {_shown(r.text, len(r.images))}" for r in turn.tool_results]
             if turn is not trajectory.turns[-1] and turn.verdict is not None and turn.feedback:
                 lines.append(f"  {'feedback':9} | {_shown(turn.feedback)}")
-        tokens = {kind: 0 for kind in SegmentKind}
+        tokens = dict.fromkeys(SegmentKind, 0)
         for segment in (*trajectory.turns[-1].context, trajectory.turns[-1].action) if trajectory.turns else ():
             tokens[segment.kind] += len(segment)
         lines.append("  tokens    | " + ", ".join(f"{kind.value} {count}" for kind, count in tokens.items()))
@@ -84,11 +85,18 @@ class ConsoleReport:
         for column in ("data source", *columns):
             table.add_column(column, justify="left" if column == "data source" else "right")
         for source, values in results.items():
-            table.add_row(Text(source), *(f"{values[c]:.3f}" if c != "tasks" else f"{values[c]:.0f}" for c in columns))
+            cells = [f"{values[c]:.0f}" if c == "tasks" else f"{values[c]:.3f}" for c in columns]
+            table.add_row(Text(printable(source)), *cells)
         self.console.print(table)
+
+
+def printable(text: str) -> str:
+    """`text` with everything but printable characters and newlines escaped: names and messages may come from data, and
+    a control character would act on the terminal.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _shown(text: str, images: int = 0, limit: int = 300) -> str:
     cut = text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
-    # repr: a model may print control characters that would act on the terminal
-    return f"{f'({images} image) ' if images else ''}{cut!r}"
+    return f"{f'(images: {images}) ' if images else ''}{cut!r}"

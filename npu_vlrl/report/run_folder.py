@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,31 +20,41 @@ PACKAGES = ("torch", "transformers", "tokenizers", "peft", "pillow", "math-verif
 
 
 class RunFolder:
-    """Opens `run.dir`. Raises ConfigError when it exists and `run.if_exists` is `raise`, or when a resumed run was
-    configured differently (more steps and other `run.*` settings are allowed).
+    """Looks at `run.dir` and writes nothing before `begin`.
+
+    Raises ConfigError when it exists and `run.if_exists` is `raise`, or when a resumed run was configured differently
+    (more steps and other `run.*` settings are allowed).
     """
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir)
+        self._config = config
         self.resumed = (self.path / "config.yaml").is_file()
         if self.resumed:
             self._check_resumable(config)
-        elif self.path.exists() and any(p.name != "model" for p in self.path.iterdir()):
+        elif self.path.exists() and (not self.path.is_dir() or any(p.name != "model" for p in self.path.iterdir())):
             raise ConfigError(f"run.dir: {self.path} exists and is not a run folder; choose another with run.dir=…")
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise ConfigError(f"run.dir: {self.path} cannot be made, since {there} is not writable; choose another")
+
+    def begin(self) -> None:
+        """Makes the folder a run's. Called once all else is ready: what was refused leaves no run behind."""
         (self.path / "images").mkdir(parents=True, exist_ok=True)
-        (self.path / "config.yaml").write_text(dump_config(config))
+        (self.path / "config.yaml").write_text(dump_config(self._config), encoding="utf-8")
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
     def rewind(self, step: int) -> None:
-        """Drops what was recorded at `step` or later, before the run repeats it."""
+        """Drops what was recorded at `step` or later, before the run repeats it, and a line that was cut by a crash."""
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             file = self.path / name
             if file.is_file():
-                kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < step]
-                file.write_text("".join(line + "\n" for line in kept))
+                complete = file.read_bytes().split(b"\n")[:-1]  # only \n ends a line; texts may hold U+2028
+                kept = [line for line in complete if json.loads(line)["step"] < step]
+                file.write_bytes(b"".join(line + b"\n" for line in kept))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._append("metrics.jsonl", {"step": step, **{k: _finite(v) for k, v in values.items()}})
@@ -56,10 +67,11 @@ class RunFolder:
             self._append("trajectories.jsonl", {"step": step, **trajectory_record(trajectory, advantages)})
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        (self.path / "summary.json").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        (self.path / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
+        # a lone surrogate, which a user's reward may return, becomes its JSON escape
+        with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
 
     def _save(self, image: Image) -> None:
@@ -94,7 +106,7 @@ def versions() -> dict[str, str]:
 
 def trajectory_record(trajectory: Trajectory, advantages: Mapping[str, float]) -> dict[str, Any]:
     """A trajectory as JSON values. `advantages` holds the advantage of each exported sample by its id."""
-    own = {key: value for key, value in advantages.items() if key.startswith(trajectory.id)}
+    own = {key: value for key, value in advantages.items() if f"{key}/".startswith(f"{trajectory.id}/")}
     return {
         "id": trajectory.id,
         "group": trajectory.group,
@@ -146,7 +158,9 @@ def _segment_record(segment: Segment) -> dict[str, Any]:
 
 
 def _images(trajectory: Trajectory) -> set[Image]:
-    return {i.image for turn in trajectory.turns for segment in turn.context for i in segment.images}
+    """All that the records name: what the model saw, and what a tool made that no turn came to see."""
+    seen = {i.image for turn in trajectory.turns for segment in turn.context for i in segment.images}
+    return seen | {i for turn in trajectory.turns for result in turn.tool_results for i in result.images}
 
 
 def _finite(value: float) -> float | None:

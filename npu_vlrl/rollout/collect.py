@@ -76,19 +76,23 @@ async def collect(
     wanted, extra = n_groups, max_extra_groups
     while wanted > 0:
         groups = await play(next_tasks(wanted), workflow, engine, group_size, sampling, f"{prefix}.{len(flat)}")
-        rollout.failed += [g for g in groups if _failed(g)]
-        usable = [g for g in groups if not _failed(g)]
-        equal = [g for g in usable if max_extra_groups and _all_equal(g)]
-        rollout.groups += [g for g in usable if g not in equal]
-        flat += equal
-        wanted = min(len(equal), extra)
+        n_flat = len(flat)
+        for group in groups:
+            if _failed(group):
+                rollout.failed.append(group)
+            elif max_extra_groups and _all_equal(group):
+                flat.append(group)
+            else:
+                rollout.groups.append(group)
+        wanted = min(len(flat) - n_flat, extra)
         extra -= wanted
-    missing = n_groups - len(rollout.failed) - len(rollout.groups)
-    rollout.replaced = len(flat) - max(0, missing)
-    rollout.groups += flat[: max(0, missing)]
-    if len(rollout.failed) > max_failed_share * n_groups or not rollout.groups:
+    played = len(rollout.groups) + len(flat) + len(rollout.failed)
+    kept = flat[: n_groups - len(rollout.groups)]
+    rollout.replaced = len(flat) - len(kept)
+    rollout.groups += kept
+    if len(rollout.failed) > max_failed_share * played or not rollout.groups:
         shown = "\n  ".join(rollout.errors[:5])
-        raise RolloutError(f"{len(rollout.failed)} of {n_groups} groups of {prefix} cannot be used:\n  {shown}")
+        raise RolloutError(f"{len(rollout.failed)} of {played} groups of {prefix} cannot be used:\n  {shown}")
     return rollout
 
 

@@ -8,6 +8,7 @@ round depends on the requests alone, never on timing, so a run repeats exactly.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,10 @@ class _Request:
             return self
         return self.token_ids, tuple(image.image.hash for image in self.images)
 
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
 
 @dataclass
 class _Rows:
@@ -95,7 +100,7 @@ class InProcessEngine:
         self.weight_version = 0
         self.counts = EngineCounts()
         self._sessions: set[InProcessSession] = set()
-        self._waiting: list[_Request] = []
+        self._waiting: dict[InProcessSession, _Request] = {}
 
     def session(self) -> InProcessSession:
         session = InProcessSession(self)
@@ -106,13 +111,18 @@ class InProcessEngine:
         """Tells that the shared weights are now those of `version`: features and cached turns are worthless."""
         self.weight_version = version
         self.vision.weights_changed()
+        for session in self._sessions:
+            session.cached = None
 
     def submit(self, request: _Request) -> None:
-        self._waiting.append(request)
+        assert request.session in self._sessions, "the session is closed"
+        assert request.session not in self._waiting, "the session waits for its turn already"
+        self._waiting[request.session] = request
         self._start_when_full()
 
     def forget(self, session: InProcessSession) -> None:
         self._sessions.discard(session)
+        self._waiting.pop(session, None)
         self._start_when_full()
 
     def _start_when_full(self) -> None:
@@ -123,13 +133,13 @@ class InProcessEngine:
     def _round(self) -> None:
         if not self._waiting or len(self._waiting) != len(self._sessions):
             return
-        requests, self._waiting = self._waiting, []
+        requests = list(self._waiting.values())
+        self._waiting.clear()
         try:
             self._generate(requests)
         except Exception as error:
             for request in requests:
-                if not request.answer.done():
-                    request.answer.set_exception(error)
+                request.fail(error)
 
     @torch.no_grad()
     def _generate(self, requests: list[_Request]) -> None:
@@ -150,8 +160,8 @@ class InProcessEngine:
         if cached is None:
             return
         held = len(cached.token_ids)
-        stale = cached.weight_version != self.weight_version
-        if stale or held >= len(request.token_ids) or cached.token_ids != request.token_ids[:held]:
+        same_tokens = held < len(request.token_ids) and cached.token_ids == request.token_ids[:held]
+        if not same_tokens or cached.images != request.images[: len(cached.images)]:
             request.session.cached = None
 
     def _prefill(self, requests: list[_Request]) -> tuple[BatchCache, _Rows]:
@@ -174,7 +184,7 @@ class InProcessEngine:
             ids[row, :new] = request.token_ids[start:]
             positions[:, row, :new] = all_positions[:, start:]
             next_positions.append(int(all_positions.max()) + 1)
-            images += self._images_after(request, start)
+            images += request.images[len(request.session.cached.images) if request.session.cached else 0 :]
         valid = torch.arange(max(news), device=device) < torch.tensor(news, device=device)[:, None]
         hidden = self.policy.hidden_cached(
             torch.from_numpy(ids).to(device),
@@ -187,15 +197,6 @@ class InProcessEngine:
         self.counts.tokens_requested += sum(len(r.token_ids) for r in requests)
         self.counts.tokens_prefilled += sum(news)
         return self._expand(cache, last, next_positions, list(shared.values()))
-
-    def _images_after(self, request: _Request, start: int) -> list[ImageInput]:
-        """The images whose placeholders are not in the cache; an image is never split."""
-        done = sum(token == self.policy.special.image for token in request.token_ids[:start])
-        rest = list(request.images)
-        while done > 0:
-            done -= rest.pop(0).n_tokens
-        assert done == 0
-        return rest
 
     def _expand(
         self, cache: BatchCache, last_BH: Tensor, next_positions: list[int], shared: list[list[_Request]]
@@ -255,6 +256,15 @@ class InProcessEngine:
         """Adds one token to every row, answers the finished ones, and returns the indices of the others."""
         running = []
         for index, (request, token, logprob) in enumerate(zip(rows.requests, tokens, logprobs, strict=True)):
+            if not math.isfinite(logprob):
+                request.session.cached = None
+                request.fail(
+                    ValueError(
+                        f"token {len(request.ids) + 1} of this turn has the log-probability {logprob}: the model's "
+                        "output is not finite; check its weights, or use model.dtype=float32"
+                    )
+                )
+                continue
             request.ids.append(token)
             request.logprobs.append(logprob)
             ended = token in self.policy.special.end_of_turn
@@ -262,7 +272,7 @@ class InProcessEngine:
                 running.append(index)
                 continue
             held = request.token_ids + tuple(request.ids[:-1])
-            request.session.cached = cache.row(index, held, self.weight_version)
+            request.session.cached = cache.row(index, held, request.images)
             self.counts.turns += 1
             self.counts.tokens_decoded += len(request.ids)
             if not request.answer.done():

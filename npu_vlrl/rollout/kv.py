@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+
+from npu_vlrl.types import ImageInput
 
 
 @dataclass
@@ -18,7 +21,8 @@ class RowCache:
     """The tokens whose keys and values are held."""
     kv: Tensor
     """[2 * layers, heads, tokens, head size]; keys and values alternate."""
-    weight_version: int
+    images: tuple[ImageInput, ...]
+    """The pictures behind the placeholders among them."""
 
 
 class BatchCache:
@@ -54,9 +58,10 @@ class BatchCache:
         self.cache.batch_select_indices(rows_B)
         self.valid_BK = self.valid_BK[rows_B]
 
-    def row(self, index: int, token_ids: tuple[int, ...], weight_version: int) -> RowCache:
+    def row(self, index: int, token_ids: tuple[int, ...], images: tuple[ImageInput, ...]) -> RowCache:
         """A copy of one row without its padding."""
         columns = self.valid_BK[index].nonzero()[:, 0]
-        parts = [t[index].index_select(1, columns) for layer in self.cache.layers for t in (layer.keys, layer.values)]
+        layers: Any = self.cache.layers
+        parts = [t[index].index_select(1, columns) for layer in layers for t in (layer.keys, layer.values)]
         assert len(columns) == len(token_ids)
-        return RowCache(token_ids, torch.stack(parts), weight_version)
+        return RowCache(token_ids, torch.stack(parts), images)

@@ -51,7 +51,8 @@ def draw(logprobs_BV: Tensor, uniforms_B: Tensor, greedy_B: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))
     points = torch.minimum(uniforms_B[:, None] * total, below_total)
-    sampled = torch.searchsorted(cumulative, points, right=True)[:, 0]
+    # where nothing is finite the search ends behind the last token
+    sampled = torch.searchsorted(cumulative, points, right=True)[:, 0].clamp(max=logprobs_BV.shape[1] - 1)
     return torch.where(greedy_B, logprobs_BV.argmax(dim=1), sampled)
 
 

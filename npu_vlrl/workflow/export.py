@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from npu_vlrl.config import ConfigError
 from npu_vlrl.types import Sample, SegmentKind, Trajectory
 
 ExportStyle = Literal["concat", "individual"]
@@ -36,7 +37,7 @@ def export(
 ) -> list[Sample]:
     """Samples in the order of the trajectories; an episode without turns gives none.
 
-    Raises ValueError for `concat` when the chat template rewrote history, naming template, trajectory and turn.
+    Raises ConfigError for `concat` when the chat template rewrote history, naming template, trajectory and turn.
     """
     make = {"concat": _concat, "individual": _individual}[style]
     return [s for t in trajectories if t.turns for s in make(t, mode, discount, template)]
@@ -45,7 +46,7 @@ def export(
 def _concat(trajectory: Trajectory, mode: RewardMode, discount: float, template: str) -> list[Sample]:
     rewritten = trajectory.rewritten_turn()
     if rewritten is not None:
-        raise ValueError(
+        raise ConfigError(
             f"trajectory {trajectory.id}: the chat template of {template} rewrote the history before turn "
             f"{rewritten + 1}, so the episode is not one sequence; use workflow.export_style=individual"
         )

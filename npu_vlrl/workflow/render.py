@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jinja2
 
+from npu_vlrl.model.tokens import END_OF_TURN, IMAGE, special_tokens
 from npu_vlrl.types import (
     DataError,
     Image,
@@ -28,9 +29,6 @@ from npu_vlrl.types import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-END_OF_TURN = "<|im_end|>"
-IMAGE = "<|image_pad|>"
 
 # Two Unicode noncharacters, which no interchanged text should hold; content that does hold the first is escaped too.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -121,7 +119,7 @@ class Renderer:
         self._template = chat_template
         if chat_template is None and tokenizer.chat_template is None:
             raise ValueError(f"{self._name}: the tokenizer has none; add chat_template.jinja to the model's folder")
-        self.special = self._special_tokens()
+        self.special = special_tokens(tokenizer, with_images=images is not None, owner=self._name)
         self._control = _ControlTokens(tokenizer)
         self._plain_content = _PROBE in self._probe({"role": "user", "content": _PROBE})
         self._tool_role = self._has_tool_role()
@@ -187,17 +185,6 @@ class Renderer:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-    def _special_tokens(self) -> SpecialTokens:
-        ids = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        needed = [END_OF_TURN] if self._images is None else [END_OF_TURN, IMAGE]
-        if missing := [name for name in needed if name not in ids]:
-            raise ValueError(f"{self._name}: the tokenizer has no special token {missing[0]}; use one of a Qwen model")
-        end_of_turn = tuple(ids[name] for name in (END_OF_TURN, "<|endoftext|>") if name in ids)
-        if self._images is None:
-            return SpecialTokens(end_of_turn)
-        vision = ("<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-        return SpecialTokens(end_of_turn, ids[IMAGE], *(ids.get(name) for name in vision))
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         try:

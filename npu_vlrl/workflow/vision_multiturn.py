@@ -81,8 +81,9 @@ class VisionMultiTurnAgenticWorkflow:
     async def _play(
         self, task: Task, session: EngineSession, group: str, member: int, sampling: Sampling, turns: list[Turn]
     ) -> EpisodeStatus:
-        conversation = self.renderer.open(self._opening(task), self._schemas if self._native_tools else None)
-        images = list(task.images)
+        opening = self._opening(task)
+        conversation = self.renderer.open(opening, self._schemas if self._native_tools else None)
+        images = [image for message in opening for image in message.images]
         if self._room(conversation) < 1:
             raise DataError(
                 f"the prompt has {_size(conversation)} tokens and does not fit into workflow.context_tokens="
@@ -113,6 +114,8 @@ class VisionMultiTurnAgenticWorkflow:
         history: Sequence[Turn],
     ) -> Turn:
         """Makes a turn out of a generation: runs its tools, or has it judged."""
+        if generation.logprobs is None or None in generation.logprobs:
+            raise ValueError("the engine returned no logprob for some of its tokens; make it return one for each")
         text = self.renderer.decode(generation.token_ids)
         stop = generation.stop_reason
         if stop is StopReason.TURN_BUDGET and budget < self.config.turn_tokens:
@@ -184,10 +187,11 @@ class VisionMultiTurnAgenticWorkflow:
         if system is not None:
             messages = [Message("system", (system,)), *(m for m in messages if m.role != "system")]
         if self._schemas and not self._native_tools:
-            first, rest = (messages[0], messages[1:]) if messages[0].role == "system" else (None, messages)
             described = describe_tools(self._schemas)
-            text = f"{first.text}\n\n{described}" if first is not None else described
-            messages = [Message("system", (text,)), *rest]
+            if messages[0].role == "system":
+                messages[0] = Message("system", (*messages[0].parts, f"\n\n{described}"))
+            else:
+                messages.insert(0, Message("system", (described,)))
         return messages
 
     def _template_shows_tools(self) -> bool:

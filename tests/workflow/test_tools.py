@@ -97,6 +97,8 @@ def test_look_shows_the_hidden_image() -> None:
     result = run("look", {}, context(noise(2, 2), hidden_image=hidden))
     assert result == ToolResult("Image 1 is what you see.", (hidden,))
     assert run("look", {}, context(hidden_image="path.png")).error
+    again = run("look", {}, context(hidden, hidden_image=hidden))
+    assert again.error and "looked already" in again.text
 
 
 def test_schemas() -> None:

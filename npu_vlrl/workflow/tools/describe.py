@@ -12,4 +12,4 @@ from npu_vlrl.workflow.tools.hermes import FORM
 def describe_tools(schemas: Sequence[Mapping[str, Any]]) -> str:
     """Text for the system message: one JSON schema a line, and the form of a call."""
     lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
-    return f"You can call these tools, described by JSON schemas:\n<tools>\n{lines}\n</tools>\nTo call one, write {FORM}"
+    return f"You can call these tools, given as JSON schemas:\n<tools>\n{lines}\n</tools>\nTo call one, write {FORM}"

@@ -11,4 +11,6 @@ def look(ctx: ToolContext) -> ToolResult:
     hidden = ctx.task.extra.get("hidden_image")
     if not isinstance(hidden, Image):
         raise ToolError("there is nothing more to look at in this task")
+    if hidden in ctx.images:
+        raise ToolError("you have looked already")
     return ToolResult(f"Image {len(ctx.images)} is what you see.", (hidden,))

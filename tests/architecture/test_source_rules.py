@@ -1,0 +1,272 @@
+"""Rules about the source that a reader relies on: who imports whom, who names a vendor, what never loads code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import npu_vlrl
+
+PACKAGE = Path(npu_vlrl.__file__).parent
+
+ROOMS = ["types", "config", "hardware", "kernels", "data", "model", "workflow", "rollout", "learner", "report"]
+"""A room imports itself and earlier ones; everything that is not listed is the top floor and imports all of them."""
+
+ONLY = {"__init__": set(), "types": set(), "config": {"types"}}
+
+VENDOR_ROOMS = ("hardware", "kernels")
+VENDOR = re.compile(r"(cuda|npu|nccl|hccl|torch_npu|torch\.cuda|torch\.npu)([:,.].*)?", re.IGNORECASE | re.DOTALL)
+
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+UNSAFE_ATTRIBUTES = {
+    ("torch", "load"),
+    ("yaml", "load"),
+    ("yaml", "load_all"),
+    ("yaml", "full_load"),
+    ("yaml", "unsafe_load"),
+    ("yaml", "UnsafeLoader"),
+}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+UNSAFE_KEYWORDS = {"trust_remote_code", "allow_pickle"}
+
+MAX_LINES = 400
+LONGER = {"types.py": 450}
+"""The vocabulary of the whole system stays in one file."""
+
+Rule = Callable[[Path], Iterator[str]]
+
+
+def sources(package: Path) -> Iterator[tuple[str, str, ast.Module]]:
+    """(path inside the package, dotted name of its package, syntax tree) of every file."""
+    for file in sorted(package.rglob("*.py")):
+        inside = file.relative_to(package)
+        yield inside.as_posix(), ".".join(("npu_vlrl", *inside.parts[:-1])), ast.parse(file.read_text())
+
+
+def room(path: str) -> str:
+    return path.removesuffix(".py").split("/")[0].split(".")[0]
+
+
+def imported(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all that a file imports, wherever in the file; relative names are made absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def reached(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of what is reached through the bare package, as in `npu_vlrl.config.Config`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="npu_vlrl"), attr=name) if not name.startswith("__"):
+                yield node.lineno, f"npu_vlrl.{name}"
+
+
+def wrong_direction(package: Path) -> Iterator[str]:
+    for path, name, tree in sources(package):
+        own = room(path)
+        allowed = ONLY.get(own)
+        if allowed is None:
+            allowed = set(ROOMS[: ROOMS.index(own)]) if own in ROOMS else None
+        for line, target in (*imported(tree, name), *reached(tree)):
+            parts = target.split(".")
+            if parts[0] != "npu_vlrl" or target in ("npu_vlrl", "npu_vlrl.__version__") or allowed is None:
+                continue
+            if parts[1] not in allowed | {own}:
+                yield f"{path}:{line}: {own} imports {target}"
+
+
+def vendor_names(package: Path) -> Iterator[str]:
+    for path, name, tree in sources(package):
+        if room(path) in VENDOR_ROOMS:
+            continue
+        prose = set(docstrings(tree))
+        for line, target in imported(tree, name):
+            if any(VENDOR.fullmatch(part) for part in target.split(".")):
+                yield f"{path}:{line}: import of {target}"
+        for node in ast.walk(tree):
+            match node:
+                case ast.Constant(value=str(text)) if node not in prose and VENDOR.fullmatch(text.strip()):
+                    yield f"{path}:{node.lineno}: {text!r}"
+                case ast.Attribute(attr=word) | ast.Name(id=word) if VENDOR.fullmatch(word):
+                    yield f"{path}:{node.lineno}: the name {word}"
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Strings that stand alone as statements: docstrings of modules, classes, functions and fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield node.value
+
+
+def code_from_data(package: Path) -> Iterator[str]:
+    for path, name, tree in sources(package):
+        for line, target in imported(tree, name):
+            module, _, last = target.rpartition(".")
+            if PICKLES & {module.split(".")[0], target.split(".")[0]} or (module, last) in UNSAFE_ATTRIBUTES:
+                yield f"{path}:{line}: import of {target}"
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id=base), attr=last) if (base, last) in UNSAFE_ATTRIBUTES:
+                    yield f"{path}:{node.lineno}: {base}.{last}"
+                case ast.Attribute(attr="read_pickle"):
+                    yield f"{path}:{node.lineno}: read_pickle"
+                case ast.Call(func=ast.Name(id=called)) if called in UNSAFE_CALLS:
+                    yield f"{path}:{node.lineno}: {called}()"
+                case ast.keyword(arg=str(word)) if word in UNSAFE_KEYWORDS:
+                    yield f"{path}:{node.value.lineno}: {word}"
+
+
+def too_long(package: Path) -> Iterator[str]:
+    for file in sorted(package.rglob("*.py")):
+        lines, path = len(file.read_text().splitlines()), file.relative_to(package).as_posix()
+        if lines > LONGER.get(path, MAX_LINES):
+            yield f"{path}: {lines} lines"
+
+
+@pytest.mark.parametrize("rule", [wrong_direction, vendor_names, code_from_data, too_long], ids=lambda r: r.__name__)
+def test_the_project_keeps_the_rule(rule: Rule) -> None:
+    assert len(list(sources(PACKAGE))) > 50  # the rules do look at the project
+    assert list(rule(PACKAGE)) == []
+
+
+def test_every_room_of_the_order_exists() -> None:
+    assert [name for name in ROOMS if not (PACKAGE / name).is_dir() and not (PACKAGE / f"{name}.py").is_file()] == []
+
+
+BROKEN: list[tuple[Rule, str, str, str]] = [
+    (
+        wrong_direction,
+        "types.py",
+        "from npu_vlrl.config import Config",
+        "types.py:1: types imports npu_vlrl.config.Config",
+    ),
+    (wrong_direction, "config.py", "import npu_vlrl.hardware", "config.py:1: config imports npu_vlrl.hardware"),
+    (
+        wrong_direction,
+        "rollout/engine.py",
+        "x = 1\ndef f():\n    from npu_vlrl.learner import pack",
+        "rollout/engine.py:3: rollout imports npu_vlrl.learner.pack",
+    ),
+    (
+        wrong_direction,
+        "data/deep/source.py",
+        "from ...workflow import render",
+        "data/deep/source.py:1: data imports npu_vlrl.workflow.render",
+    ),
+    (
+        wrong_direction,
+        "workflow/x.py",
+        "from npu_vlrl import rollout",
+        "workflow/x.py:1: workflow imports npu_vlrl.rollout",
+    ),
+    (
+        wrong_direction,
+        "learner/x.py",
+        "from npu_vlrl.train import train",
+        "learner/x.py:1: learner imports npu_vlrl.train.train",
+    ),
+    (
+        wrong_direction,
+        "model/x.py",
+        "import npu_vlrl\nnpu_vlrl.learner.pack.split([], 1)",
+        "model/x.py:2: model imports npu_vlrl.learner",
+    ),
+    (
+        wrong_direction,
+        "__init__.py",
+        "from npu_vlrl.types import Task",
+        "__init__.py:1: __init__ imports npu_vlrl.types.Task",
+    ),
+    (vendor_names, "learner/x.py", 'device = "cuda"', "learner/x.py:1: 'cuda'"),
+    (vendor_names, "learner/x.py", 'device = f"npu:{rank}"', "learner/x.py:1: 'npu:'"),
+    (vendor_names, "train.py", 'backend = "cpu:gloo"\nother = "hccl"', "train.py:2: 'hccl'"),
+    (vendor_names, "model/x.py", "import torch\ntorch.cuda.synchronize()", "model/x.py:2: the name cuda"),
+    (vendor_names, "model/x.py", "y = x.npu()", "model/x.py:1: the name npu"),
+    (vendor_names, "model/x.py", "import torch_npu", "model/x.py:1: import of torch_npu"),
+    (vendor_names, "model/x.py", "from torch import cuda", "model/x.py:1: import of torch.cuda"),
+    (code_from_data, "x.py", "import torch\ntorch.load('a')", "x.py:2: torch.load"),
+    (code_from_data, "x.py", "from torch import load", "x.py:1: import of torch.load"),
+    (code_from_data, "x.py", "from pickle import loads", "x.py:1: import of pickle.loads"),
+    (code_from_data, "x.py", "import cloudpickle", "x.py:1: import of cloudpickle"),
+    (code_from_data, "x.py", "import yaml\nyaml.load(text)", "x.py:2: yaml.load"),
+    (code_from_data, "x.py", "eval('1')", "x.py:1: eval()"),
+    (code_from_data, "x.py", "load(folder, trust_remote_code=True)", "x.py:1: trust_remote_code"),
+    (code_from_data, "x.py", "np.load(file, allow_pickle=True)", "x.py:1: allow_pickle"),
+    (too_long, "data/x.py", "\n" * 401, "data/x.py: 401 lines"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "code", "message"), BROKEN, ids=[b[3] for b in BROKEN])
+def test_a_broken_rule_is_reported(tmp_path: Path, rule: Rule, path: str, code: str, message: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(code)
+    assert list(rule(tmp_path)) == [message]
+
+
+ALLOWED: list[tuple[Rule, str, str]] = [
+    (wrong_direction, "report/x.py", "from npu_vlrl import __version__"),
+    (wrong_direction, "data/x.py", "import npu_vlrl\nhere = npu_vlrl.__file__"),
+    (
+        wrong_direction,
+        "learner/x.py",
+        "from npu_vlrl.types import Task\nfrom npu_vlrl.learner import pack\nimport torch",
+    ),
+    (wrong_direction, "evaluate.py", "from npu_vlrl.run import Run\nfrom npu_vlrl import report"),
+    (vendor_names, "hardware/x.py", 'import torch\ntorch.cuda.current_device()\nname = "nccl"'),
+    (
+        vendor_names,
+        "learner/x.py",
+        '"""cuda"""\nname = "npu_vlrl"\nprint("npu-vlrl: no")\nclass A:\n    x: int\n    """npu"""',
+    ),
+    (code_from_data, "x.py", "import yaml\nmodel.eval()\nyaml.safe_load(text)\nre.compile('a')"),
+    (too_long, "data/x.py", "\n" * 400),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "code"), ALLOWED)
+def test_what_is_allowed_is_not_reported(tmp_path: Path, rule: Rule, path: str, code: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(code)
+    assert list(rule(tmp_path)) == []
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_the_package_and_its_command_line_start_without_torch() -> None:
+    done = python("import sys, npu_vlrl, npu_vlrl.cli, npu_vlrl.config; assert 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+    assert python("import sys, torch; assert 'torch' not in sys.modules").returncode == 1  # the check can fail
+
+
+def test_every_module_imports_without_what_only_other_platforms_and_tests_have() -> None:
+    code = """
+import importlib, pkgutil, sys
+for absent in ("vllm", "ray", "torch_npu", "mindspeed", "torchvision", "triton", "trl", "dashscope", "pytest"):
+    sys.modules[absent] = None  # importing it now raises ModuleNotFoundError
+import npu_vlrl
+names = [module.name for module in pkgutil.walk_packages(npu_vlrl.__path__, "npu_vlrl.")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+print(len(names))
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 50

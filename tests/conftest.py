@@ -1,0 +1,16 @@
+"""What holds for every test: no network, one thread, and property tests that repeat."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")  # before anything imports transformers
+
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("dev", deadline=None, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")

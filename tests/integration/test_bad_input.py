@@ -1,0 +1,166 @@
+"""One bad sample does not end a run: it is skipped, counted and reported; a configured share of them ends it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.program import SMALL, Outcome, config_file, parquet, png, program, records, row
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_VLRL_PLATFORM", "cpu")
+
+
+BAD: dict[int, tuple[str, dict[str, Any]]] = {
+    2: ("images[0]: the image is damaged or truncated", {"images": [{"bytes": png(64)[:-900], "path": None}]}),
+    5: ("prompt: missing", {"prompt": None}),
+    7: (
+        "prompt[0].content: more <image> tags or image parts than there are images",
+        {"prompt": [{"role": "user", "content": "<image><image>?"}]},
+    ),
+    11: ("reward_model.ground_truth: the answer", {"reward_model": {"style": "rule", "ground_truth": "\x0crac"}}),
+    13: ("images[0]: the image has zero bytes", {"images": [{"bytes": b"", "path": None}]}),
+    17: ("images[0]: the image path ../../etc/x.png leaves", {"images": [{"bytes": None, "path": "../../etc/x.png"}]}),
+    19: ("field 'ground_truth': the gold answer 'sideways' is none of the choices",
+         {"reward_model": {"style": "rule", "ground_truth": "sideways"}}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    parquet(folder / "bad.parquet", [row(i, **BAD[i][1]) if i in BAD else row(i) for i in range(24)])
+    parquet(folder / "good.parquet", [row(i) for i in range(4)])
+    return folder
+
+
+def train(run: Path, train_file: Path, eval_file: Path, *overrides: str, **data: Any) -> Outcome:
+    run.mkdir(parents=True)
+    values = {"train": {"path": str(train_file), **data}, "eval": {"path": str(eval_file), **data}}
+    source = config_file(run, data=values, reward={"options": {"choices": ["up", "down"]}})
+    return program("train", "--config", source, "--run-dir", run / "r", *SMALL, *overrides)
+
+
+def test_rows_that_cannot_be_used_are_told_with_row_field_and_remedy(tmp_path: Path, folder: Path) -> None:
+    """Below the allowed share the run goes on, and each bad row is named once for either source."""
+    bad = folder / "bad.parquet"
+    settings = ["train.steps=3", "rollout.groups=8", "evaluation.tasks=0"]
+    done = train(tmp_path / "a", bad, bad, *settings, shuffle=False, max_skip_share=0.4)
+    assert (done.code, done.err) == (0, "")
+    for number, (reason, _) in BAD.items():
+        told = [line for line in done.out.splitlines() if f"bad.parquet row {number}, {reason}" in line]
+        assert [line.split(" skipped ")[0] for line in told] == ["evaluation:", *[told[1].split(" skipped ")[0]]]
+        assert told[1].startswith("step ") and len(told) == 2
+    steps = [m for m in records(tmp_path / "a" / "r", "metrics.jsonl") if "loss" in m or "skipped_records" in m]
+    assert [m["skipped_records"] for m in steps][-1] == len(BAD)
+    assert [m["failed_groups"] for m in steps] == [0, 0, 0]
+    evaluated = [m["eval/all/tasks"] for m in records(tmp_path / "a" / "r", "metrics.jsonl") if "eval/all/tasks" in m]
+    assert evaluated == [24 - len(BAD)] * 2
+    seen = {t["task"] for t in records(tmp_path / "a" / "r", "trajectories.jsonl")}
+    assert seen == {f"bad/{i}" for i in range(24) if i not in BAD}
+
+
+def test_too_many_bad_rows_end_the_run_with_the_last_reason(tmp_path: Path, folder: Path) -> None:
+    bad, good = folder / "bad.parquet", folder / "good.parquet"
+    settings = ["train.steps=9", "rollout.groups=8"]
+    done = train(tmp_path / "a", bad, good, *settings, shuffle=False, max_skip_share=0.25)
+    assert done.code == 2
+    (line,) = done.err.splitlines()
+    assert line.startswith("npu-vlrl: bad.parquet: 7 of 20 rows were skipped, more than the allowed share 0.25;")
+    assert "The last one: bad.parquet row 19, field 'ground_truth'" in line
+    assert "step 1/9" in done.out  # it had begun
+    at_start = train(tmp_path / "b", good, bad, *settings, "evaluation.tasks=0", shuffle=False, max_skip_share=0.25)
+    assert "bad.parquet: 7 of 20 rows were skipped" in at_start.refused()
+
+
+def test_files_that_are_no_data(tmp_path: Path, folder: Path) -> None:
+    good = folder / "good.parquet"
+    broken, text = tmp_path / "broken.parquet", tmp_path / "rows.txt"
+    broken.write_bytes(good.read_bytes()[:-100])
+    text.write_text("{}")
+    empty = parquet(tmp_path / "empty.parquet", [])
+    for file, message in ((broken, "cannot be read"), (text, "unknown kind of file"), (empty, "there are no rows")):
+        message_ = train(tmp_path / file.stem, file, good).refused()
+        assert str(file) in message_ and message in message_
+
+
+def test_a_line_of_jsonl_that_is_no_json(tmp_path: Path, folder: Path) -> None:
+    rows = [json.dumps({**row(i), "images": [], "prompt": [{"role": "user", "content": "?"}]}) for i in range(4)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([rows[0], '{"prompt": [', *rows[1:]]) + "\n")
+    done = train(tmp_path / "a", file, folder / "good.parquet", "rollout.groups=4", shuffle=False)
+    assert done.code == 0
+    assert "step 0: skipped rows.jsonl row 1: the row cannot be read" in done.out
+
+
+LONG = {"prompt": [{"role": "user", "content": "<image>" + "Which way? " * 200}]}
+
+
+def test_prompts_that_do_not_fit_cost_their_group_only(tmp_path: Path, folder: Path) -> None:
+    file = parquet(tmp_path / "rows.parquet", [row(i, **(LONG if i in (1, 2) else {})) for i in range(6)])
+    limits = ["workflow.context_tokens=120", "rollout.groups=6"]
+    done = train(tmp_path / "a", file, folder / "good.parquet", *limits, shuffle=False)
+    assert (done.code, done.err) == (0, "")
+    (step,) = [m for m in records(tmp_path / "a" / "r", "metrics.jsonl") if "failed_groups" in m]
+    assert step["failed_groups"] == 2
+    for name in ("rows/1", "rows/2"):
+        assert f"step 0: {name}: the prompt has " in done.out
+    assert "rows/3: the prompt" not in done.out
+    written = [t for t in records(tmp_path / "a" / "r", "trajectories.jsonl") if t["group"].startswith("step")]
+    assert [t["task"] for t in written if t["status"] == "failed"] == ["rows/1"] * 2 + ["rows/2"] * 2
+    assert len(written) == 12
+    stricter = train(
+        tmp_path / "b", file, folder / "good.parquet", *limits, "rollout.max_failed_share=0.3", shuffle=False
+    )
+    assert stricter.code == 1 and "2 of 6 groups of step0 cannot be used" in stricter.err
+
+
+def test_a_run_without_a_prompt_that_fits_fails_with_the_reason(tmp_path: Path, folder: Path) -> None:
+    file = parquet(tmp_path / "rows.parquet", [row(i, **LONG) for i in range(3)])
+    done = train(tmp_path / "a", file, folder / "good.parquet", "workflow.context_tokens=120")
+    assert done.code == 1
+    assert done.err.startswith("npu-vlrl: the run failed: 2 of 2 groups of step0 cannot be used:\n  rows/")
+    assert "workflow.context_tokens=120; raise it, shorten the prompt or lower model.max_pixels" in done.err
+
+
+REWARD = '''
+import time
+
+def reward(task, text, history, images):
+    number = task["id"].rpartition("/")[2]
+    if number == "1":
+        raise ValueError("cannot score this one")
+    if number == "2":
+        time.sleep(60)
+    if number == "3":
+        return float("inf")
+    return {"reward": 0.25, "solved": False, "terms": {"seen": len(images)}}
+'''
+
+
+def test_a_reward_that_raises_or_hangs_for_some_answers(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARD)
+    arguments = ["rollout.groups=4", "evaluation.tasks=1"]
+    values = {"train": {"path": str(folder / "good.parquet"), "shuffle": False}}
+    rule = {"rule": f"{tmp_path}/mine.py:reward", "deadline_s": 0.5, "failed_reward": -2.0, "workers": 2}
+    source = config_file(tmp_path, data=values, reward=rule)
+    small = [word for word in SMALL if not word.startswith("reward")]
+    done = program("train", "--config", source, "--run-dir", tmp_path / "r", *small, *arguments)
+    assert (done.code, done.err) == (0, "")
+    assert "cannot score this one" in done.out and "longer than 0.5 s" in done.out and "reward=inf" in done.out
+    (step,) = [m for m in records(tmp_path / "r", "metrics.jsonl") if "judge_errors" in m]
+    assert (step["judge_errors"], step["failed_groups"]) == (6, 0)
+    rewards: dict[str, list[float]] = {}
+    for record in records(tmp_path / "r", "trajectories.jsonl"):
+        if record["group"].startswith("step"):
+            (turn,) = record["turns"]
+            rewards.setdefault(record["task"], []).append(turn["action"]["reward"])
+            assert (turn["judge_error"] is None) == (record["task"] == "good/0")
+    assert rewards == {"good/0": [0.25] * 2, **{f"good/{i}": [-2.0] * 2 for i in (1, 2, 3)}}
+    assert np.isfinite(step["reward"])

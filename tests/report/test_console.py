@@ -1,0 +1,113 @@
+"""What a person sees: readable, complete, and without any power over the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from npu_vlrl.report.console import ConsoleReport, printable
+from npu_vlrl.types import EpisodeStatus, Trajectory, Verdict
+from tests.support.scripted import Verdicts, a_task, cut, picture, play, workflow
+
+LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
+EVIL = "[bold red]x[/] \x1b[2J\x1b]0;title\x07 \u202e"
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+@given(st.text(max_size=30))
+@settings(max_examples=60)
+def test_printable_text_has_no_control_characters_and_loses_nothing_else(text: str) -> None:
+    safe = printable(text)
+    assert all(c.isprintable() or c == "\n" for c in safe)
+    assert "".join(c for c in text if c.isprintable()) == text or len(safe) > len(text) or "\n" in text
+    assert printable("plain é 中 text\nand more") == "plain é 中 text\nand more"
+
+
+def test_printable_by_hand() -> None:
+    assert printable("a\x1b[2J\x07\r\tb\x9b\ud800\u202e") == "a\\x1b[2J\\x07\\r\\tb\\x9b\\ud800\\u202e"
+
+
+def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    report = ConsoleReport(3)
+    report.line(EVIL + " " + "long " * 100)
+    out = shown(capsys)
+    assert out.startswith("[bold red]x[/] \\x1b[2J\\x1b]0;title\\x07 \\u202e long long")
+    assert out.count("\n") == 1  # never wrapped: a log file has whole lines
+
+
+def test_steps_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with ConsoleReport(10) as report:
+        report.step(4, {"reward": 0.5, "seconds": 1.25, "unknown": 9.0})
+    assert shown(capsys).rstrip() == "step 4/10  reward 0.5  seconds 1.25"
+
+
+def test_steps_move_the_bar_of_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Console(force_terminal=True, width=200)
+    monkeypatch.setattr("npu_vlrl.report.console.Console", lambda **_: terminal)
+    with ConsoleReport(10) as report:
+        report.step(4, {"reward": 0.5})
+        assert report.progress.tasks[0].completed == 4
+    out = shown(capsys)
+    assert "4/10" in out and "reward 0.5" in out and "step 4/10" not in out
+
+
+def episode() -> Trajectory:
+    settings = {"tools": ("look",), "describe_tools": False, "max_turns": 4, "turn_tokens": 50}
+    task = a_task(picture(28), "Which [b]way[/b]?", hidden_image=picture(56))
+    judge = Verdicts([Verdict(0.1, False), Verdict(0.0, False, "Almost."), Verdict(1.0, True)])
+    flow = workflow(judge, **settings)  # type: ignore[arg-type]
+    return play(flow, [LOOK, EVIL, cut("lef"), "up"], task)
+
+
+def test_a_trajectory_tells_who_said_what(capsys: pytest.CaptureFixture[str]) -> None:
+    done = episode()
+    ConsoleReport(1).trajectory(done)
+    lines = shown(capsys).splitlines()
+    assert lines[0] == "trajectory g/0: solved, right answer 'up'"
+    assert lines[1] == "  user      | (images: 1) 'Which [b]way[/b]?'"
+    assert lines[2] == f"  model     | {LOOK!r}   [end_of_turn, reward 0]"
+    assert lines[3] == "  tool      | (images: 1) 'Image 1 is what you see.'"
+    assert lines[4] == f"  model     | {EVIL!r}   [end_of_turn, reward 0.1]"
+    assert lines[5] == "  feedback  | 'No. Try again.'"
+    assert lines[6:9] == [
+        "  model     | 'lef'   [turn_budget, reward 0]",
+        "  feedback  | 'Almost.'",
+        "  model     | 'up'   [end_of_turn, reward 1]",
+    ]
+    context = done.turns[-1].context
+    counts = {kind: sum(len(s) for s in context if s.kind.value == kind) for kind in ("prompt", "observation")}
+    actions = sum(len(turn.action) for turn in done.turns)
+    assert lines[9] == f"  tokens    | prompt {counts['prompt']}, action {actions}, observation {counts['observation']}"
+    assert len(lines) == 10
+
+
+def test_long_texts_are_cut_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    task = a_task("w" * 301)
+    ConsoleReport(1).trajectory(Trajectory(task, "g", 0, (), EpisodeStatus.FAILED, "no"))
+    out = shown(capsys)
+    assert "w" * 300 + "… (301 characters)" in out and "w" * 301 not in out
+    assert "failed" in out and "prompt 0, action 0, observation 0" in out
+    ConsoleReport(1).trajectory(dataclasses.replace(Trajectory(a_task("w" * 300), "g", 0, (), EpisodeStatus.FAILED)))
+    assert "characters)" not in shown(capsys)
+
+
+def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    report = ConsoleReport(1)
+    shares = {"tasks": 12, "accuracy": 0.25}
+    report.evaluation("final, step 3", {"a[red]b\x1b[2J": shares, "all": shares})
+    rows = shown(capsys).splitlines()
+    assert "evaluation: final, step 3" in rows[0]
+    assert ["a[red]b\\x1b[2J", "12", "0.250"] in [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows]
+    report.summary({"baseline": {"accuracy": 0.25}, "final": {"accuracy": 1.0}}, Path("x"))
+    out = shown(capsys)
+    assert ["accuracy", "0.250", "1.000"] in [[c.strip() for c in row.split("│")[1:-1]] for row in out.splitlines()]
+    assert out.splitlines()[-1] == f"run folder: {Path('x').resolve()}"
+    report.summary({}, Path("x"))

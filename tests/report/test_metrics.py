@@ -1,0 +1,85 @@
+"""Numbers about a step's rollouts, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from npu_vlrl.evaluate import accuracies
+from npu_vlrl.report.metrics import rollout_metrics
+from npu_vlrl.types import EpisodeStatus, JudgeError, StopReason, Trajectory, Verdict
+from npu_vlrl.workflow.export import export
+from tests.support.scripted import Verdicts, a_task, cut, encode, picture, play, workflow
+
+LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
+RIGHT, WRONG = Verdict(1.0, True), Verdict(0.0, False)
+
+
+def episode(member: int, group: str, lines: list[Any], *verdicts: Verdict | Exception) -> Trajectory:
+    settings: dict[str, Any] = {"tools": ("look",), "describe_tools": False, "max_turns": 3}
+    task = a_task(picture(28), "?", hidden_image=picture(56))
+    done = play(workflow(Verdicts(verdicts), **settings), lines, task)
+    return dataclasses.replace(done, member=member, group=group)
+
+
+def test_by_hand() -> None:
+    full = dataclasses.replace(cut("a"), stop_reason=StopReason.CONTEXT_FULL)
+    trajectories = [
+        episode(0, "a", [LOOK, LOOK, "up"], RIGHT),  # the second look is an error
+        episode(1, "a", ["down", "up"], WRONG, RIGHT),
+        episode(0, "b", [cut("abc"), full, "a"], WRONG, JudgeError("gone"), WRONG),
+        episode(1, "b", ["a", "a", "a"], WRONG, WRONG, WRONG),
+    ]
+    samples = export(trajectories, "concat", "sum", 0.5, "tiny")
+    assert [sample.reward for sample in samples] == [0.25, 0.5, 0.0, 0.0]
+    metrics = rollout_metrics(trajectories, samples)
+    said = [LOOK, LOOK, "up", "down", "up", "a", "a", "a", "a"]
+    tokens = sum(len(encode(text)) + 1 for text in said) + len(encode("abc")) + len(encode("a"))
+    expected = {
+        "reward": 0.1875,
+        "reward_std": (((0.0625**2) + (0.3125**2) + 2 * 0.1875**2) / 4) ** 0.5,
+        "first_try_accuracy": 0.25,
+        "solved": 0.5,
+        "turns": 11 / 4,
+        "tool_calls": 0.5,
+        "tool_errors": 0.25,
+        "action_tokens": tokens / 11,
+        "sample_tokens": sum(map(len, samples)) / 4,
+        "cut_turns": 2 / 11,
+        "judge_errors": 1.0,
+        "groups_without_spread": 0.5,
+        "status/solved": 0.5,
+        "status/max_turns": 0.5,
+        **{f"status/{s.value}": 0.0 for s in EpisodeStatus if s.value not in ("solved", "max_turns")},
+    }
+    assert metrics == pytest.approx(expected)
+    shuffled = rollout_metrics(trajectories[::-1], samples[::-1])
+    assert shuffled == pytest.approx(expected)
+
+
+def test_evaluation_by_data_source_by_hand() -> None:
+    """A failed sample counts as wrong; a tool call is a turn and no try."""
+
+    def of(source: str, trajectory: Trajectory) -> Trajectory:
+        return dataclasses.replace(trajectory, task=dataclasses.replace(trajectory.task, data_source=source))
+
+    done = [
+        of("b", episode(0, "0", [LOOK, "up"], RIGHT)),
+        of("a", episode(0, "1", ["down", "up"], WRONG, Verdict(0.5, True))),
+        of("b", Trajectory(a_task(), "2", 0, (), EpisodeStatus.FAILED, "too long")),
+        of("b", episode(0, "3", ["a", "a", "a"], Verdict(-1.0, False), Verdict(-0.5, False), Verdict(-1.0, False))),
+    ]
+    found = accuracies(done)
+    assert list(found) == ["a", "b", "all"]
+    names = ("tasks", "accuracy", "after_retries", "reward", "turns", "failed")
+    assert found == {
+        source: pytest.approx(dict(zip(names, values, strict=True)))
+        for source, values in {
+            "a": (1, 0, 1, 0.5, 2, 0),
+            "b": (3, 1 / 3, 1 / 3, 0.5 / 3, 5 / 3, 1 / 3),
+            "all": (4, 0.25, 0.5, 0.25, 7 / 4, 0.25),
+        }.items()
+    }
+    assert accuracies([])["all"]["accuracy"] == 0.0

@@ -1,0 +1,214 @@
+"""The folder of a run: what it refuses, what it writes, and what a resumed run finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from npu_vlrl.config import Config, ConfigError, load_config
+from npu_vlrl.report.run_folder import RunFolder, trajectory_record, versions
+from npu_vlrl.types import EpisodeStatus, Image, Trajectory, Verdict
+from tests.support.scripted import Verdicts, a_task, picture, play, workflow
+
+LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
+HIDDEN = picture(56, seed=4)
+TASK = a_task(picture(28), "?", hidden_image=HIDDEN)
+
+
+def config(folder: Path, **changes: dict[str, Any]) -> Config:
+    values: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": {"generator": "arrow"}}}
+    changes["run"] = {"dir": str(folder), **changes.get("run", {})}
+    return Config.model_validate(values | changes)
+
+
+def opened(folder: Path, **changes: dict[str, Any]) -> RunFolder:
+    run = RunFolder(config(folder, **changes))
+    run.begin()
+    return run
+
+
+def episode(*verdicts: Verdict, max_turns: int = 3) -> Trajectory:
+    settings: dict[str, Any] = {"tools": ("look",), "describe_tools": False, "max_turns": max_turns}
+    return play(workflow(Verdicts(verdicts), **settings), [LOOK, "down\u2028\x1b[2J", "up"], TASK)
+
+
+def lines(run: RunFolder, name: str) -> list[dict[str, Any]]:
+    text = (run.path / name).read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text[:-1].split("\n")]
+
+
+def test_nothing_is_written_before_the_run_begins(tmp_path: Path) -> None:
+    run = RunFolder(config(tmp_path / "r"))
+    assert not run.resumed and not (tmp_path / "r").exists()
+    run.begin()
+    assert load_config(tmp_path / "r" / "config.yaml") == config(tmp_path / "r")
+    assert run.checkpoints == tmp_path / "r" / "checkpoints"
+
+
+def test_folders_that_are_in_the_way(tmp_path: Path) -> None:
+    opened(tmp_path / "r")
+    with pytest.raises(ConfigError, match=r"r holds a run; continue it with run\.if_exists=resume or choose another"):
+        RunFolder(config(tmp_path / "r"))
+    (tmp_path / "other").mkdir()
+    RunFolder(config(tmp_path / "other"))  # an empty folder is fine
+    (tmp_path / "other" / "model").mkdir()
+    RunFolder(config(tmp_path / "other"))  # and so is a model that a refused start has left
+    (tmp_path / "other" / "thesis.tex").touch()
+    for taken in (tmp_path / "other", tmp_path / "other" / "thesis.tex"):
+        with pytest.raises(ConfigError, match="exists and is not a run folder"):
+            RunFolder(config(taken))
+    with pytest.raises(ConfigError, match=r"below cannot be made, since .*thesis\.tex is not writable"):
+        RunFolder(config(tmp_path / "other" / "thesis.tex" / "below"))
+
+
+def test_resuming_needs_the_same_configuration(tmp_path: Path) -> None:
+    resume = {"run": {"if_exists": "resume"}}
+    assert not opened(tmp_path / "r", **resume).resumed
+    assert opened(tmp_path / "r", **resume).resumed
+    more = config(tmp_path / "r", train={"steps": 7}, run={"if_exists": "resume", "log_every": 3})
+    assert RunFolder(more).resumed
+    different: list[tuple[str, dict[str, Any]]] = [
+        ("train.seed", {"train": {"seed": 1}}),
+        ("rollout.groups, optim.lr", {"optim": {"lr": 1.0}, "rollout": {"groups": 3}}),
+        ("data.eval", {"data": {"train": {"generator": "arrow"}, "eval": {"generator": "arrow"}}}),
+        ("model.lora", {"model": {"path": "m", "lora": {}}}),
+    ]
+    for names, changes in different:
+        with pytest.raises(ConfigError, match=f"configured differently in {names}; cannot resume"):
+            RunFolder(config(tmp_path / "r", **resume, **changes))
+
+
+def test_metrics_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    run = opened(tmp_path / "r")
+    run.metrics(0, {"a": 1.5, "b": float("nan"), "c": float("inf"), "d": -float("inf"), "e": 3})
+    run.metrics(1, {"a": np.float64(2.5)})
+    first, second = lines(run, "metrics.jsonl")
+    assert first == {"step": 0, "a": 1.5, "b": None, "c": None, "d": None, "e": 3}
+    assert second == {"step": 1, "a": 2.5}
+
+
+def test_records_hold_every_token_and_every_picture(tmp_path: Path) -> None:
+    run = opened(tmp_path / "r")
+    done = episode(Verdict(0.1, False, terms={"format": 0.1}), Verdict(1.0, True, "well"))
+    run.trajectories(4, [done], {"g/0": 0.5, "g/1": 9.0})
+    (record,) = lines(run, "trajectories.jsonl")
+    expected = {"step": 4, "id": "g/0", "group": "g", "task": "t/1", "data_source": "test", "answer": "up"}
+    assert {**record, **expected, "status": "solved", "error": None} == record
+    assert (record["solved"], record["solved_first_try"], record["advantages"]) == (True, False, {"g/0": 0.5})
+    rebuilt: list[int] = []
+    for turn, written in zip(done.turns, record["turns"], strict=True):
+        assert written["continues"] and written["text"] == turn.text
+        rebuilt += [token for segment in written["new_context"] for token in segment["token_ids"]]
+        assert rebuilt == [token for segment in turn.context for token in segment.token_ids]
+        action = written["action"]
+        rebuilt += action["token_ids"]
+        assert action["token_ids"] == list(turn.action.token_ids)
+        assert action["logprobs"] == pytest.approx(turn.action.logprobs, abs=1e-6)
+        assert (action["weight_versions"], action["stop_reason"]) == ([3] * len(turn.action), "end_of_turn")
+        assert action["reward"] == turn.action.reward
+    looked, wrong, right = record["turns"]
+    assert looked["verdict"] is None and looked["feedback"] is None
+    assert looked["tool_calls"] == [{"name": "look", "arguments": {}}]
+    (result,) = looked["tool_results"]
+    assert result == {"text": "Image 1 is what you see.", "images": [HIDDEN.hash], "error": False}
+    assert wrong["verdict"] == {"reward": 0.1, "solved": False, "terms": {"format": 0.1}}
+    assert (wrong["feedback"], right["feedback"], right["judge_error"]) == ("No. Try again.", "well", None)
+    shown = [image for turn in record["turns"] for s in turn["new_context"] for image in s.get("images", [])]
+    assert [image["grid"] for image in shown] == [[1, 2, 2], [1, 4, 4]]
+    assert pictures_of(run) == {image["hash"] for image in shown}
+
+
+def pictures_of(run: RunFolder) -> set[str]:
+    """Names of the pictures, each of whose pixels must hash to its name."""
+    names = set()
+    for file in (run.path / "images").iterdir():
+        with Pillow.open(file) as picture:
+            assert Image(np.array(picture)).hash == file.stem
+        names.add(file.stem)
+    return names
+
+
+def test_a_picture_that_no_turn_came_to_see_is_kept_too(tmp_path: Path) -> None:
+    run = opened(tmp_path / "r")
+    done = episode(max_turns=1)
+    assert done.status is EpisodeStatus.MAX_TURNS
+    run.trajectories(0, [done, done], {})
+    assert pictures_of(run) == {HIDDEN.hash, picture(28).hash}
+    first, second = lines(run, "trajectories.jsonl")
+    assert first == second and first["turns"][0]["tool_results"][0]["images"] == [HIDDEN.hash]
+
+
+def test_a_turn_with_a_context_of_its_own_is_written_whole() -> None:
+    done = episode(Verdict(0.0, False), Verdict(1.0, True))
+    first, _, last = done.turns
+    rewritten = dataclasses.replace(done, turns=(first, dataclasses.replace(last, context=first.context)))
+    record = trajectory_record(rewritten, {})
+    assert [turn["continues"] for turn in record["turns"]] == [True, False]
+    assert record["turns"][1]["new_context"] == record["turns"][0]["new_context"]
+
+
+def test_advantages_go_to_their_own_trajectory() -> None:
+    """Member 1 must not take those of members 10 and 11, nor a turn's for another's."""
+    advantages = {"g/1": 1.0, "g/10": 2.0, "g/1/0": 3.0, "g/1/1": 4.0, "g/11/0": 5.0, "g": 6.0}
+    member = dataclasses.replace(episode(Verdict(1.0, True)), member=1)
+    assert trajectory_record(member, advantages)["advantages"] == {"g/1": 1.0, "g/1/0": 3.0, "g/1/1": 4.0}
+
+
+def test_a_failed_trajectory_is_recorded_with_its_message(tmp_path: Path) -> None:
+    run = opened(tmp_path / "r")
+    run.trajectories(0, [Trajectory(TASK, "g", 0, (), EpisodeStatus.FAILED, "t/1: too long")], {})
+    (record,) = lines(run, "trajectories.jsonl")
+    assert (record["status"], record["error"], record["turns"]) == ("failed", "t/1: too long", [])
+
+
+def test_half_a_surrogate_in_a_users_feedback_is_written_as_its_escape(tmp_path: Path) -> None:
+    run = opened(tmp_path / "r")
+    done = episode(Verdict(1.0, True, feedback="half \ud83d"))
+    run.trajectories(0, [done], {})
+    assert lines(run, "trajectories.jsonl")[0]["turns"][1]["feedback"] == "half \ud83d"
+
+
+def test_rewind_drops_what_will_be_repeated(tmp_path: Path) -> None:
+    run = opened(tmp_path / "r")
+    run.rewind(3)  # nothing there yet
+    done = episode(Verdict(0.0, False), Verdict(1.0, True))
+    for step in range(4):
+        run.metrics(step, {"a": float(step)})
+        run.trajectories(step, [done], {})
+    run.rewind(2)
+    assert [record["step"] for record in lines(run, "metrics.jsonl")] == [0, 1]
+    assert [record["step"] for record in lines(run, "trajectories.jsonl")] == [0, 1]
+    assert "\u2028" in lines(run, "trajectories.jsonl")[0]["turns"][1]["text"]  # no line ends at such a character
+    run.rewind(0)
+    assert (run.path / "metrics.jsonl").read_text() == ""
+
+
+def test_rewind_drops_a_line_that_a_crash_cut_off(tmp_path: Path) -> None:
+    run = opened(tmp_path / "r")
+    run.metrics(0, {"a": 1.0})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "a": 2.')
+    run.rewind(5)
+    run.metrics(5, {"a": 3.0})
+    assert lines(run, "metrics.jsonl") == [{"step": 0, "a": 1.0}, {"step": 5, "a": 3.0}]
+
+
+def test_summary_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = opened(tmp_path / "r")
+    run.summary({"steps": 3, "versions": versions()})
+    written = json.loads((run.path / "summary.json").read_text())
+    assert written["steps"] == 3
+    import torch
+    import transformers
+
+    assert written["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert written["versions"]["transformers"] == transformers.__version__
+    monkeypatch.setattr("npu_vlrl.report.run_folder.PACKAGES", ("no-such-package-at-all",))
+    assert versions()["no-such-package-at-all"] == "not installed"

@@ -1,0 +1,205 @@
+"""The configuration: every kind of mistake is one message that says what to change."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from npu_vlrl.config import Config, ConfigError, dump_config, load_config, sections
+
+BASE = "model:\n  path: tiny:qwen3\ndata:\n  train:\n    generator: arrow\n"
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    return str(error.value)
+
+
+def test_a_minimal_file_and_overrides(base: Path) -> None:
+    config = load_config(base)
+    assert (config.model.path, config.data.train.generator, config.train.steps) == ("tiny:qwen3", "arrow", 100)
+    changed = load_config(base, ["train.steps=7", "optim.betas=[0.5, 0.25]", "workflow.tools=[look]", "run.dir=a=b"])
+    assert (changed.train.steps, changed.optim.betas) == (7, (0.5, 0.25))
+    assert (changed.workflow.tools, changed.run.dir) == (("look",), "a=b")
+    assert load_config(base, ["train.steps=1", "train.steps=2"]).train.steps == 2
+    assert load_config(base, ["model.lora={}"]).model.lora is not None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trian.steps=1", "trian: unknown key; did you mean train?"),
+        ("train.stpes=1", "train.stpes: unknown key; did you mean train.steps?"),
+        ("model.lora.rnk=2", "model.lora.rnk: unknown key; did you mean model.lora.rank?"),
+        ("data.train.shufle=true", "data.train.shufle: unknown key; did you mean data.train.shuffle?"),
+        ("qqqqqq=1", "qqqqqq: unknown key"),
+        ("train.steps=x", "train.steps: Input should be a valid integer"),
+        ("train.steps=1.5", "train.steps: Input should be a valid integer"),
+        ("train.steps=", "train.steps: Input should be a valid integer (got None)"),
+        ("train=5", "train: Input should be a valid dictionary"),
+        ("run.dir=5", "run.dir: Input should be a valid string (got 5)"),
+        ("workflow.tools=look", "workflow.tools: Input should be a valid tuple (got 'look')"),
+        ("run.if_exists=overwrite", "run.if_exists: Input should be 'raise' or 'resume' (got 'overwrite')"),
+        ("train.seed=-1", "train.seed: Input should be greater than or equal to 0 (got -1)"),
+        ("rollout.temperature=0", "rollout.temperature: Input should be greater than 0"),
+        ("rollout.max_failed_share=1.5", "rollout.max_failed_share: Input should be less than or equal to 1"),
+        ("workflow.turn_discount=0", "workflow.turn_discount: Input should be greater than 0"),
+        ("optim.lr=nan", "optim.lr: Input should be a finite number"),
+        ("optim.lr=.inf", "optim.lr: Input should be a finite number"),
+        ("optim.betas=[0.9, 1.0]", "optim.betas.1: Input should be less than 1"),
+        ("optim.betas=[0.9]", "optim.betas.1: required, but not given"),
+        ("algorithm.dual_clip=1.0", "algorithm.dual_clip: Input should be greater than 1"),
+        ("workflow.retry_when=never", "workflow.retry_when: String should match"),
+        ("workflow.retry_when=reward_below", "workflow.retry_when: String should match"),
+        ("workflow.retry_when=reward_below: 1.0", "workflow.retry_when: Input should be a valid string (got {'reward_"),
+        ("model=null", "model: Input should be a valid dictionary"),
+        ("train.steps=${train.nothing}", "Interpolation key 'train.nothing' not found"),
+        ("train.steps", "override 'train.steps' is not of the form key=value, e.g. train.steps=10"),
+        ("=5", "override '=5' is not of the form key=value"),
+        ("train.steps=[1", "override 'train.steps=[1': while parsing a flow sequence"),
+    ],
+)
+def test_mistakes_in_an_override(base: Path, override: str, message: str) -> None:
+    assert message in refusal(base, override)
+
+
+def test_all_mistakes_are_told_at_once(base: Path) -> None:
+    lines = refusal(base, "train.stpes=1", "optim.lr=-1", "evaluation.tasks=x").splitlines()
+    assert lines[0] == f"{base}:"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["train.stpes", "optim.lr", "evaluation.tasks"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "model: required, but not given"),
+        ("5", "object type: int"),
+        ("- a\n- b\n", "must hold a mapping of sections, got a list"),
+        ("model: [1", "while parsing a flow sequence"),
+        ("model: {path: a}\nmodel: {path: b}\n", "found duplicate key model"),
+        (b"model: \xff\xfe", "codec can't decode"),
+        (b"\x00\x01", "control characters are not allowed"),
+        (BASE + "1: 2\n", "1: Keys should be strings"),
+        (BASE + "run: &x {dir: *x}\n", "recursive"),
+        (BASE + "train: {steps: '${oc.env:NO_SUCH_VARIABLE}'}\n", "'NO_SUCH_VARIABLE' not found"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    told = refusal(path)
+    assert told.startswith(f"{path}:") and message in told
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir", "!!python/name:os."])
+def test_python_tags_are_refused_and_never_run(tmp_path: Path, base: Path, tag: str) -> None:
+    target = tmp_path / "made"
+    path = tmp_path / "evil.yaml"
+    path.write_text(BASE + f"run:\n  dir: {tag} ['{target}']\n")
+    assert "could not determine a constructor for the tag" in refusal(path)
+    assert "could not determine a constructor" in refusal(base, f"run.dir={tag} ['{target}']")
+    assert not target.exists()
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        assert refusal(path) == f"{path}: no such configuration file"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "message"),
+    [
+        ("rollout.group_size=1", "train.steps=0", "rollout.group_size=1 gives every trajectory the advantage zero"),
+        ("rollout.top_p=0.9", "train.steps=0", "rollout.top_p below 1 or rollout.top_k above 0"),
+        ("rollout.top_k=5", "train.steps=0", "rollout.top_p below 1 or rollout.top_k above 0"),
+        ("workflow.context_tokens=512", "workflow.turn_tokens=511", "workflow.turn_tokens must be smaller"),
+        ("evaluation.tasks=0", "data.eval.path=x", "evaluation.tasks=0 means all of a file"),
+        ("algorithm.updates=17", "rollout.groups=17", "algorithm.updates cannot exceed rollout.groups"),
+        ("data.train.path=x", "data.train.generator=null", "data.train: give either `path` or `generator`"),
+        ("data.train.generator=null", "data.train.path=x", "data.train: give either `path` or `generator`"),
+        ("data.eval={}", "data.eval.generator=photo", "data.eval: give either `path` or `generator`"),
+    ],
+)
+def test_combinations_that_mean_nothing(base: Path, wrong: str, right: str, message: str) -> None:
+    assert message in refusal(base, wrong)
+    load_config(base, [wrong, right])
+
+
+def test_endless_evaluation_and_warm_start(base: Path) -> None:
+    assert "a generator is endless" in refusal(base, "evaluation.tasks=0", "data.eval.generator=photo")
+    file = ["data.train.generator=null", "data.train.path=x"]
+    assert "warm_start needs data.train.generator" in refusal(base, "warm_start.steps=1", *file)
+    assert "no adapter" in refusal(base, "warm_start.steps=1", "model.lora.rank=2")
+    load_config(base, ["warm_start.steps=1"])
+    load_config(base, file + ["evaluation.tasks=0"])
+
+
+def test_retry_below(base: Path) -> None:
+    assert load_config(base).workflow.retry_below is None
+    for text, value in (("reward_below: 1.0", 1.0), ("reward_below:-2", -2.0), ("reward_below:  0.25", 0.25)):
+        assert load_config(base, [f"workflow.retry_when='{text}'"]).workflow.retry_below == value
+
+
+def test_interpolation_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_VLRL_TEST_DIR", "/somewhere")
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE + "train: {seed: 7}\nrun: {dir: '${oc.env:NPU_VLRL_TEST_DIR}/${train.seed}'}\n")
+    assert load_config(path).run.dir == "/somewhere/7"
+    assert load_config(path, ["train.seed=8"]).run.dir == "/somewhere/8"
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("configs/*.yaml")), ids=lambda path: path.stem)
+def test_the_projects_configurations_load_and_survive_a_dump(tmp_path: Path, path: Path) -> None:
+    config = load_config(path)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_config(config))
+    assert load_config(copy) == config
+    assert load_config(copy, ["train.seed=12345"]) != config
+
+
+NASTY = ["1e3", "${x}", "\\${x}", "\\\\${x}", "${", "yes", "null", "012", "1_000", "\u2028", "\x85", "a: b", "'", ""]
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(NASTY) | st.text("\\${}: ", max_size=6))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_survives_a_dump(tmp_path: Path, text: str) -> None:
+    values: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": {"generator": "arrow"}}}
+    values |= {"workflow": {"feedback": text}, "reward": {"options": {"a": [text, {"b": text}]}}}
+    config = Config.model_validate(values)
+    path = tmp_path / "c.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_sections_name_every_key() -> None:
+    keys = [key for key, _ in sections()]
+    assert len(keys) == len(set(keys))
+    assert {"model.path", "model.lora.rank", "data.eval.max_skip_share", "workflow.turn_discount"} <= set(keys)
+
+    def leaves(value: Any, prefix: str) -> list[str]:
+        if not isinstance(value, dict):
+            return [prefix]
+        return list(itertools.chain.from_iterable(leaves(v, f"{prefix}.{k}".lstrip(".")) for k, v in value.items()))
+
+    full = {"model": {"path": "m", "lora": {}}, "data": {"train": {"path": "x"}, "eval": {"path": "x"}}}
+    dumped = Config.model_validate(full).model_dump()
+    dumped["reward"]["options"] = 0  # free-form
+    assert sorted(keys) == sorted(leaves(dumped, ""))
+
+
+def test_configurations_are_read_only(base: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(base).train.steps = 1

@@ -1,0 +1,126 @@
+"""Trajectories to samples: rewards, credit, and what is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_vlrl.config import ConfigError
+from npu_vlrl.types import EpisodeStatus, SegmentKind, Trajectory, Verdict
+from npu_vlrl.workflow.export import export, returns_to_go, trajectory_reward
+from npu_vlrl.workflow.render import Renderer
+from tests.support.scripted import END, Verdicts, a_task, encode, flat, picture, play, processor, tokenizer, workflow
+
+LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("best", {(0.0, 1.0, 0.5): 0.5, (0.3, 0.4): 0.3, (-1.0, -1.0): -0.5, (2.0,): 2.0, (): 0.0}),
+        ("last", {(0.0, 1.0, 0.5): 0.125, (0.3, 0.4): 0.2, (-1.0, -1.0): -0.5, (2.0,): 2.0, (): 0.0}),
+        ("sum", {(0.0, 1.0, 0.5): 0.625, (0.3, 0.4): 0.5, (-1.0, -1.0): -1.5, (2.0,): 2.0, (): 0.0}),
+    ],
+)
+def test_trajectory_rewards_by_hand_with_discount_a_half(mode: Any, expected: dict) -> None:
+    for rewards, value in expected.items():
+        assert trajectory_reward(rewards, mode, 0.5) == pytest.approx(value)
+
+
+def test_returns_to_go_by_hand() -> None:
+    assert returns_to_go([0.3, 0.0, 1.0], 0.5) == pytest.approx([0.55, 0.5, 1.0])
+    assert returns_to_go([1.0, 2.0, 3.0], 1.0) == [6.0, 5.0, 3.0]
+    assert returns_to_go([], 0.9) == []
+
+
+@given(st.lists(st.floats(-10, 10), max_size=6), st.floats(0.05, 1.0))
+@settings(max_examples=60)
+def test_rewards_are_their_definitions(rewards: list[float], discount: float) -> None:
+    powers = [math.pow(discount, k) for k in range(len(rewards))]
+    terms = [p * r for p, r in zip(powers, rewards, strict=True)]
+    assert trajectory_reward(rewards, "sum", discount) == pytest.approx(math.fsum(terms), abs=1e-9)
+    assert trajectory_reward(rewards, "best", discount) == pytest.approx(max(terms, default=0.0), abs=1e-9)
+    assert trajectory_reward(rewards, "last", discount) == pytest.approx(terms[-1] if terms else 0.0, abs=1e-9)
+    brute = [
+        math.fsum(math.pow(discount, j - k) * rewards[j] for j in range(k, len(rewards))) for k in range(len(rewards))
+    ]
+    assert returns_to_go(rewards, discount) == pytest.approx(brute, abs=1e-9)
+
+
+def episode(*rewards: float) -> Trajectory:
+    """A look, then one answer for each reward but the first."""
+    judge = Verdicts([Verdict(reward, False) for reward in rewards[1:]])
+    settings: dict[str, Any] = {"tools": ("look",), "describe_tools": False, "tool_call_reward": rewards[0]}
+    task = a_task(picture(28), "?", hidden_image=picture(56))
+    lines = [LOOK, *"abcdefg"[: len(rewards) - 1]]
+    return play(workflow(judge, max_turns=len(rewards), **settings), lines, task)
+
+
+def test_concat_is_one_sample_with_every_action_trained() -> None:
+    done = episode(0.3, 0.0, 1.0)
+    (sample,) = export([done], "concat", "sum", 0.5, "tiny")
+    assert (sample.id, sample.group, sample.advantage) == ("g/0", "g", None)
+    assert sample.reward == pytest.approx(0.3 + 0.25)
+    kinds = [segment.kind.value for segment in sample.segments]
+    assert kinds == ["prompt", "action", "observation", "action", "observation", "action"]
+    assert sample.trained == (1, 3, 5)
+    assert [sample.segments[i] for i in sample.trained] == [turn.action for turn in done.turns]
+    assert [image.n_tokens for image in sample.images] == [1, 4]
+    # mask 1 exactly on what was sampled: the closing token is, the newline after it is not
+    end, newline = encode(END)[0], encode("\n")[0]
+    masked = list(zip(sample.token_ids, sample.loss_mask, strict=True))
+    after = [masked[i + 1] for i, (token, kept) in enumerate(masked[:-1]) if token == end and kept]
+    assert after == [(newline, False)] * 2
+    assert sum(sample.loss_mask) == sum(len(turn.action) for turn in done.turns)
+    for mode, value in (("best", 0.3), ("last", 0.25)):
+        assert export([done], "concat", mode, 0.5, "tiny")[0].reward == pytest.approx(value)  # type: ignore[arg-type]
+
+
+def test_individual_is_one_sample_for_each_action() -> None:
+    done = episode(0.3, 0.0, 1.0)
+    samples = export([done], "individual", "best", 0.5, "tiny")
+    assert [s.id for s in samples] == ["g/0/0", "g/0/1", "g/0/2"]
+    assert [s.reward for s in samples] == pytest.approx([0.55, 0.5, 1.0])
+    assert [s.trained for s in samples] == [(1,), (3,), (5,)]
+    for sample, turn in zip(samples, done.turns, strict=True):
+        assert sample.group == "g"
+        assert sample.segments == (*turn.context, turn.action)
+        assert tuple(sample.behaviour_logprobs) == turn.action.logprobs
+    (whole,) = export([done], "concat", "best", 0.5, "tiny")
+    assert [i for s in samples for i in s.behaviour_logprobs] == whole.behaviour_logprobs
+    assert samples[-1].token_ids == whole.token_ids
+
+
+def test_samples_keep_the_order_of_trajectories_and_empty_ones_give_none() -> None:
+    first, second = episode(0.0), dataclasses.replace(episode(0.0, 1.0), member=1)
+    empty = Trajectory(a_task(), "g", 2, (), EpisodeStatus.FAILED, "g: no")
+    for style, ids in (("concat", ["g/1", "g/0"]), ("individual", ["g/1/0", "g/1/1", "g/0/0"])):
+        samples = export([second, empty, first], style, "sum", 1.0, "tiny")  # type: ignore[arg-type]
+        assert [sample.id for sample in samples] == ids
+    assert export([empty], "concat", "sum", 1.0, "tiny") == []
+
+
+def rewriting() -> Trajectory:
+    template = str(tokenizer().chat_template)
+    for text in ("message.content", "part.text"):
+        template = template.replace(f"{{{{ {text} }}}}", f"{{{{ {text}.split('</think>')[-1] }}}}")
+    renderer = Renderer(tokenizer(), processor(), "forgetful", chat_template=template)
+    judge = Verdicts([Verdict(0.0, False), Verdict(0.0, False), Verdict(1.0, True)])
+    return play(workflow(judge, renderer), ["plain", "<think>hm</think>b", "c"])
+
+
+def test_concat_refuses_a_template_that_rewrote_history_and_names_the_turn() -> None:
+    done = rewriting()
+    with pytest.raises(ConfigError, match=r"g/0.*of forgetful rewrote.*before turn 3.*export_style=individual"):
+        export([done], "concat", "best", 1.0, "forgetful")
+    samples = export([done], "individual", "sum", 1.0, "forgetful")
+    assert [s.reward for s in samples] == [1.0, 1.0, 1.0]
+    assert [len(s.segments) for s in samples] == [2, 4, 2]
+    assert samples[2].segments[0].kind is SegmentKind.PROMPT
+    for sample, turn in zip(samples, done.turns, strict=True):
+        assert tuple(sample.token_ids) == flat(turn.context) + turn.action.token_ids
