@@ -144,7 +144,7 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: CountOrOff = 0
     feature_cache_mib: CountOrOff = 256
-    """Memory for vision features of a frozen tower; 0 disables."""
+    """Memory for vision features, in MiB; 0 disables."""
     max_failed_share: Share = 0.5
     """Share of failed groups in a step above which the run ends."""
 

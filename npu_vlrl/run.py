@@ -18,7 +18,7 @@ from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.metrics import rollout_metrics
 from npu_vlrl.report.run_folder import RunFolder, versions
 from npu_vlrl.rollout.collect import Rollout, collect
-from npu_vlrl.types import Sample
+from npu_vlrl.types import Sample, Trajectory
 from npu_vlrl.workflow.export import export
 
 
@@ -86,13 +86,14 @@ class Run:
             parts.train_sampling,
             f"step{step}",
             config.rollout.max_failed_share,
+            lambda group: len({sample.reward for sample in self.export(group)}) > 1,
             config.algorithm.max_extra_groups if parts.algorithm.dynamic_sampling else 0,
         )
 
-    def export(self, rollout: Rollout) -> list[Sample]:
+    def export(self, trajectories: Sequence[Trajectory]) -> list[Sample]:
         workflow = self.config.workflow
         return export(
-            rollout.trajectories,
+            trajectories,
             workflow.export_style,
             workflow.reward_mode,
             workflow.turn_discount,

@@ -35,7 +35,7 @@ async def _train(run: Run) -> dict[str, Any]:
             await run.evaluate("evaluation", step)
         step_began = time.monotonic()
         rollout = await run.rollout(step)
-        samples = assign_advantages(run.export(rollout), run.parts.algorithm)
+        samples = assign_advantages(run.export(rollout.trajectories), run.parts.algorithm)
         rolled_out = time.monotonic()
         metrics = learner.step(samples)
         engine.weights_changed(step + 1)  # the engine shares the weights, so nothing is copied

@@ -40,8 +40,8 @@ class TaskSource:
         """Rows of a file (see `load_tasks`), epoch after epoch, in a new order each when `shuffle` is on.
 
         `check_answer` raises DataError for a gold answer that the judge cannot use; it sees each row once.
-        A row that is no task, or fails that check, is skipped and noted in `skipped`. DataError ends the stream when more than
-        `max_skip_share` of at least 20 rows were skipped, or every row of the file.
+        A row that is no task, or fails that check, is skipped and noted in `skipped`. DataError ends the stream when
+        more than `max_skip_share` of at least 20 rows were skipped, or every row of the file.
         """
         return _RecordSource(load_tasks(path, root), seed, shuffle, max_skip_share, check_answer)
 

@@ -38,9 +38,7 @@ def varlen_attention(
     q_lengths, k_lengths = _lengths("cu_q", cu_q, q_HTD), _lengths("cu_k", cu_k, k_KSD)
     _check_pairs(q_lengths, k_lengths, causal)
     if len(set(q_lengths)) == len(set(k_lengths)) == 1:
-        q, k, v = (
-            x.reshape(x.shape[0], len(q_lengths), -1, x.shape[2]).transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD)
-        )
+        q, k, v = (x.reshape(x.shape[0], len(q_lengths), -1, x.shape[2]).transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
         return _attend(q, k, v, causal, scale).flatten(0, 1)
 
     # Sequences of equal lengths form a batch; nothing is padded. On one CPU thread, forward + backward, 4 heads of 16:

@@ -105,7 +105,7 @@ class Learner:
         The last bits of a feature depend on the pictures that went through the tower with it.
         """
         for vision in (self.vision, self._reference_vision):
-            vision._kept.clear()
+            vision.forget()
 
     def _update(
         self, samples: Sequence[Sample], reference: dict[str, Tensor], check_gap: bool

@@ -46,10 +46,11 @@ class LoadedModel:
 
 
 def model_folder(path: str, scratch: Path, seed: int) -> Path:
-    """The folder that `model.path` means; `tiny:KIND` is written to `scratch` first, unless it is there already."""
+    """The folder that `model.path` means; `tiny:KIND` is written below `scratch` first, unless it is there already."""
     if path.startswith("tiny:"):
+        folder = scratch / f"{path[5:]}-seed{seed}"
         try:
-            return scratch if (scratch / "config.json").is_file() else write_tiny_model(path[5:], scratch, seed)
+            return folder if folder.is_dir() else write_tiny_model(path[5:], folder, seed)
         except ValueError as error:
             raise ConfigError(f"model.path: {error}") from error
     folder = Path(path)

@@ -97,11 +97,12 @@ def write_tiny_model(kind: str, folder: Path, seed: int, hidden: int = 64, layer
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=INIT_STD)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    partial = folder.with_name(f".{folder.name}.partial")  # a folder that is there is whole
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
     if kind != "qwen3":
-        (folder / "preprocessor_config.json").write_text(json.dumps(_preprocessor(kind), indent=2))
-    return folder
+        (partial / "preprocessor_config.json").write_text(json.dumps(_preprocessor(kind), indent=2))
+    return partial.rename(folder)
 
 
 def _text_settings(tokenizer: Qwen2Tokenizer, hidden: int, layers: int, rope: dict[str, Any]) -> dict[str, Any]:

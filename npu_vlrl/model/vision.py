@@ -35,8 +35,12 @@ class VisionFeatures:
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
     def weights_changed(self) -> None:
+        """Forgets what the tower made, unless the tower is frozen."""
         if not self.policy.vision_is_frozen:
-            self._kept.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        self._kept.clear()
 
     def fixed(self, images: Sequence[ImageInput]) -> list[Tensor]:
         """Features without a graph, one tensor for each entry of `images`."""

@@ -24,7 +24,7 @@ class Rollout:
     groups: list[list[Trajectory]] = field(default_factory=list)
     failed: list[list[Trajectory]] = field(default_factory=list)
     replaced: int = 0
-    """Groups that dynamic sampling replaced because all their rewards were equal."""
+    """Groups that dynamic sampling replaced because they had no spread."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -32,7 +32,8 @@ class Rollout:
 
     @property
     def errors(self) -> list[str]:
-        return [t.error for group in self.failed for t in group if t.error is not None]
+        """What was wrong, once each: members of a group mostly fail for the same reason."""
+        return list(dict.fromkeys(t.error for group in self.failed for t in group if t.error is not None))
 
 
 async def play(
@@ -63,11 +64,12 @@ async def collect(
     sampling: Sampling,
     prefix: str,
     max_failed_share: float,
+    has_spread: Callable[[Sequence[Trajectory]], bool],
     max_extra_groups: int = 0,
 ) -> Rollout:
-    """A step's rollout. With `max_extra_groups` (DAPO's dynamic sampling, arXiv 2503.14476), groups whose members all
-    earned the same are replaced until the batch is full or that many groups were added; what is then still missing
-    is filled with replaced ones, so that the batch is never empty.
+    """A step's rollout. With `max_extra_groups` (DAPO's dynamic sampling, arXiv 2503.14476), groups without
+    `has_spread`, which teach nothing, are replaced until the batch is full or that many groups were added; what is then
+    still missing is filled with replaced ones, so that the batch is never empty.
 
     Raises RolloutError when more than `max_failed_share` of the groups failed, with their messages.
     """
@@ -80,7 +82,7 @@ async def collect(
         for group in groups:
             if _failed(group):
                 rollout.failed.append(group)
-            elif max_extra_groups and _all_equal(group):
+            elif max_extra_groups and not has_spread(group):
                 flat.append(group)
             else:
                 rollout.groups.append(group)
@@ -98,7 +100,3 @@ async def collect(
 
 def _failed(group: Sequence[Trajectory]) -> bool:
     return any(trajectory.status is EpisodeStatus.FAILED for trajectory in group)
-
-
-def _all_equal(group: Sequence[Trajectory]) -> bool:
-    return len({trajectory.turn_rewards for trajectory in group}) == 1

@@ -64,9 +64,7 @@ class VisionMultiTurnAgenticWorkflow:
         self._schemas = toolbox.schemas() if config.describe_tools else []
         self._native_tools = bool(self._schemas) and self._template_shows_tools()
 
-    async def run(
-        self, task: Task, session: EngineSession, group: str, member: int, sampling: Sampling
-    ) -> Trajectory:
+    async def run(self, task: Task, session: EngineSession, group: str, member: int, sampling: Sampling) -> Trajectory:
         """One episode. A sample that cannot be used gives a trajectory of status FAILED that carries the message."""
         turns: list[Turn] = []
         try:

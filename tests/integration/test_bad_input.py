@@ -129,7 +129,7 @@ def test_a_run_without_a_prompt_that_fits_fails_with_the_reason(tmp_path: Path, 
     assert "workflow.context_tokens=120; raise it, shorten the prompt or lower model.max_pixels" in done.err
 
 
-REWARD = '''
+REWARD = """
 import time
 
 def reward(task, text, history, images):
@@ -141,7 +141,7 @@ def reward(task, text, history, images):
     if number == "3":
         return float("inf")
     return {"reward": 0.25, "solved": False, "terms": {"seen": len(images)}}
-'''
+"""
 
 
 def test_a_reward_that_raises_or_hangs_for_some_answers(tmp_path: Path, folder: Path) -> None:

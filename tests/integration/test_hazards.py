@@ -207,9 +207,11 @@ def missing(references: Sequence[str]) -> list[str]:
     for reference in references:
         file, _, name = reference.partition("::")
         path = TESTS / file
-        functions = {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)} if (
-            path.is_file()
-        ) else set()
+        functions = (
+            {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)}
+            if (path.is_file())
+            else set()
+        )
         if not functions or (name and name not in functions):
             gone.append(reference)
     return gone
@@ -325,7 +327,7 @@ def test_a_frozen_tower_is_bit_identical_after_training(tmp_path: Path) -> None:
         settings = [f"model.freeze_vision={frozen}".lower(), f"reward.rule={reward}:reward"]
         done = program("train", "--config", source, *words, *settings, "rollout.group_size=4", "--run-dir", folder)
         assert (done.code, done.err) == (0, "")
-        before = load_file(folder / "model" / "model.safetensors")
+        before = load_file(folder / "model" / "qwen2_5_vl-seed0" / "model.safetensors")
         after = load_file(folder / "export" / "model.safetensors")
         assert before.keys() == after.keys()
         changed = {name for name in before if not torch.equal(before[name], after[name])}

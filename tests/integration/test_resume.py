@@ -215,8 +215,14 @@ def test_variants(tmp_path: Path, name: str) -> None:
 
 def records(folder: Path, n: int = 7) -> Path:
     file = folder / "train.jsonl"
-    rows = ({"prompt": [{"role": "user", "content": f"Say {i}"}], "data_source": "numbers",
-             "reward_model": {"ground_truth": str(i)}} for i in range(n))
+    rows = (
+        {
+            "prompt": [{"role": "user", "content": f"Say {i}"}],
+            "data_source": "numbers",
+            "reward_model": {"ground_truth": str(i)},
+        }
+        for i in range(n)
+    )
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 

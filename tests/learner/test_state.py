@@ -163,8 +163,14 @@ def live_logits(loaded: LoadedModel, samples: list[Sample]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("qwen2_5_vl", "whole"), ("qwen2_5_vl", "lora"), ("qwen3_vl", "whole"), ("qwen3_vl", "lora"), ("qwen3", "whole"),
-     ("qwen3", "lora")],
+    [
+        ("qwen2_5_vl", "whole"),
+        ("qwen2_5_vl", "lora"),
+        ("qwen3_vl", "whole"),
+        ("qwen3_vl", "lora"),
+        ("qwen3", "whole"),
+        ("qwen3", "lora"),
+    ],
 )
 def test_plain_transformers_computes_what_the_live_policy_does(tmp_path: Path, kind: str, name: str) -> None:
     loaded, samples = trained(kind, **SETTINGS[name])

@@ -284,9 +284,7 @@ def with_true_logprobs(learner: Learner, samples: Sequence[Sample], error: float
         segments = list(sample.segments)
         for index in sample.trained:
             length = len(segments[index])
-            segments[index] = replace(
-                segments[index], special=learner.policy.special, logprobs=tuple(values[:length])
-            )
+            segments[index] = replace(segments[index], special=learner.policy.special, logprobs=tuple(values[:length]))
             values = values[length:]
         found.append(replace(sample, segments=tuple(segments)))
     return found

@@ -74,11 +74,17 @@ def test_a_tiny_model_depends_on_its_seed(kind: str, tmp_path: Path) -> None:
 
 def test_tiny_paths(tmp_path: Path) -> None:
     made = model_folder("tiny:qwen3", tmp_path / "model", seed=0)
-    assert made == tmp_path / "model"
+    assert made == tmp_path / "model" / "qwen3-seed0"
     (made / "mark").touch()
-    assert (
-        model_folder("tiny:qwen3", made, seed=1) == made and (made / "mark").exists()
-    )  # a resumed run keeps its model
+    again = model_folder("tiny:qwen3", tmp_path / "model", seed=0)
+    assert again == made and (made / "mark").exists()  # a resumed run keeps its model
+    # a folder that is left over from another seed, or from a start that was killed, is not taken for this one
+    (tmp_path / "model" / ".qwen3-seed1.partial").mkdir()
+    other = model_folder("tiny:qwen3", tmp_path / "model", seed=1)
+    assert other != made and not torch.equal(
+        *(next(iter(load_file(f / "model.safetensors").values())) for f in (made, other))
+    )
+    assert not (tmp_path / "model" / ".qwen3-seed1.partial").exists()
     with pytest.raises(ConfigError, match="model.path: unknown tiny model 'qwen4'; choose one of qwen2_5_vl, qwen3_vl"):
         model_folder("tiny:qwen4", tmp_path / "other", seed=0)
     assert model_folder(str(made), tmp_path / "scratch", seed=0) == made

@@ -73,7 +73,13 @@ def gather(
 
     sessions = Sessions()
     workflow: Any = Outcomes(outcome)
-    rollout = asyncio.run(collect(next_tasks, n_groups, workflow, sessions, 2, Sampling(), "step3", share, extra))
+
+    def spread(group: Sequence[Trajectory]) -> bool:
+        return len({t.turn_rewards for t in group}) > 1
+
+    rollout = asyncio.run(
+        collect(next_tasks, n_groups, workflow, sessions, 2, Sampling(), "step3", share, spread, extra)
+    )
     taken = next(numbers)
     assert sessions.opened == 2 * taken
     return rollout, taken

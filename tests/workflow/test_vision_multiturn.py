@@ -71,9 +71,7 @@ def test_a_wrong_answer_gets_feedback_and_another_try() -> None:
     assert episode.turn_rewards == pytest.approx((0.1, 1.0))
     question = ("user", f"{IMAGE}Which way?")
     opening = conversation_ids(SYSTEM, question, images=[4])
-    second = conversation_ids(
-        SYSTEM, question, ("assistant", DOWN), ("user", "No. Try again."), images=[4]
-    )
+    second = conversation_ids(SYSTEM, question, ("assistant", DOWN), ("user", "No. Try again."), images=[4])
     assert [flat(context) for context in script.contexts] == [opening, second]
     last = episode.turns[-1]
     assert [s.kind for s in last.context] == [SegmentKind.PROMPT, SegmentKind.ACTION, SegmentKind.OBSERVATION]
@@ -133,9 +131,7 @@ BOTH = "<think>a</think>\\boxed{80}"
         ("reward_below:-1", ["no box"], EpisodeStatus.STOPPED, 1),
     ],
 )
-def test_what_is_retried(
-    geometry: JudgePool, rule: str, lines: list[str], status: EpisodeStatus, turns: int
-) -> None:
+def test_what_is_retried(geometry: JudgePool, rule: str, lines: list[str], status: EpisodeStatus, turns: int) -> None:
     episode = play(workflow(geometry, retry_when=rule, max_turns=2), lines, a_task(answer="80"))
     assert (episode.status, len(episode.turns)) == (status, turns)
     assert episode.solved == (UNFORMATTED in lines or BOTH in lines)
@@ -158,7 +154,7 @@ def test_the_judges_feedback_goes_before_the_configured_one() -> None:
     assert judge.seen == [("a", []), ("b", ["a"]), ("c", ["a", "b"])]
 
 
-USER_REWARD = '''
+USER_REWARD = """
 import time
 def reward(task, text, history, images):
     if text == "raise":
@@ -168,7 +164,7 @@ def reward(task, text, history, images):
     if text == "nan":
         return float("nan")
     return {"reward": 1.0, "solved": True, "feedback": f"{len(history)} {len(images)}"}
-'''
+"""
 
 
 @pytest.mark.parametrize("failed_reward", [0.0, -0.5])

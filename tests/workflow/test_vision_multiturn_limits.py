@@ -178,4 +178,3 @@ def test_rewriting_templates_keep_the_images_of_the_history() -> None:
     assert context.kind is SegmentKind.PROMPT
     assert [image.n_tokens for image in context.images] == [1, 4]
     assert "hm" not in decode([context])
-

@@ -41,14 +41,16 @@ _PPO = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "dynamic_sampling":
 
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, equation 3: the mean over a sample's tokens, then over samples; β = 0.04.
-    "grpo": _PPO | {
+    "grpo": _PPO
+    | {
         "advantage": "grpo",
         "advantage_std": "group",
         "aggregation": "seq-mean-token-mean",
         "kl_coef": 0.04,
     },
     # Yu et al. 2025, arXiv 2503.14476: clip-higher, token-level loss, no KL, groups without spread are sampled again.
-    "dapo": _PPO | {
+    "dapo": _PPO
+    | {
         "advantage": "grpo",
         "advantage_std": "group",
         "aggregation": "token-mean",
@@ -57,14 +59,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dynamic_sampling": True,
     },
     # arXiv 2503.20783: neither the group's std nor the sample's length divides.
-    "dr_grpo": _PPO | {
+    "dr_grpo": _PPO
+    | {
         "advantage": "dr_grpo",
         "advantage_std": None,
         "aggregation": "constant",
         "kl_coef": 0.0,
     },
     # arXiv 2402.14740: a sample is one action, so its tokens are summed. Its KL is in the reward; here, in the loss.
-    "rloo": _PPO | {
+    "rloo": _PPO
+    | {
         "advantage": "rloo",
         "advantage_std": None,
         "aggregation": "seq-mean-token-sum",
