@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Run:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
         """`baseline` and `final`; they survive a stop."""
-        self._reported_errors = 0
+        self._told_records = self._told_updates = 0
 
     def new_learner(self) -> Learner:
         """A learner whose KL reference is the policy as it is now."""
@@ -69,6 +69,7 @@ class Run:
             except ValueError as error:
                 raise CheckpointError(f"checkpoint {newest}: {error}") from error
             self.evaluations = state["evaluations"]
+            self._told_records, self._told_updates = len(self.parts.train_tasks.skipped), len(learner.skipped)
             self.parts.engine.weights_changed(step)
             self.console.line(f"resumed from {newest} after {step} steps")
         self.folder.rewind(step)
@@ -114,15 +115,17 @@ class Run:
             self.console.line(f"evaluation skipped {error}")
         return results["all"]
 
-    def report(self, step: int, rollout: Rollout, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
+    def report(
+        self, step: int, rollout: Rollout, samples: Sequence[Sample], metrics: dict[str, float], learner: Learner
+    ) -> None:
         """Shows and records a finished step."""
         run, trajectories = self.config.run, rollout.trajectories
-        counts, vision, skipped = self.parts.engine.counts, self.parts.vision, self.parts.train_tasks.skipped
+        counts, vision = self.parts.engine.counts, self.parts.vision
         metrics = rollout_metrics(trajectories, samples) | metrics
         metrics |= {
             "failed_groups": len(rollout.failed),
             "replaced_groups": rollout.replaced,
-            "skipped_records": len(skipped),
+            "skipped_records": len(self.parts.train_tasks.skipped),
             "engine/tokens_requested": counts.tokens_requested,
             "engine/tokens_prefilled": counts.tokens_prefilled,
             "engine/tokens_decoded": counts.tokens_decoded,
@@ -135,15 +138,21 @@ class Run:
             advantages = {sample.id: sample.advantage or 0.0 for sample in samples}
             failed = [trajectory for group in rollout.failed for trajectory in group]
             self.folder.trajectories(step, [*trajectories, *failed], advantages)
-        for message in (*rollout.errors, *(t.judge_error for tr in trajectories for t in tr.turns if t.judge_error)):
+        for message in self._troubles(rollout, learner):
             self.console.line(f"step {step}: {message}")
-        for message in list(skipped.values())[self._reported_errors :]:
-            self.console.line(f"step {step}: skipped {message}")
-        self._reported_errors = len(skipped)
         if run.show_every and step % run.show_every == 0:
             self.console.trajectory(trajectories[0])
         if (step + 1) % run.log_every == 0:
             self.console.step(step + 1, metrics)
+
+    def _troubles(self, rollout: Rollout, learner: Learner) -> Iterator[str]:
+        """What went wrong since the last call."""
+        yield from rollout.errors
+        yield from (turn.judge_error for t in rollout.trajectories for turn in t.turns if turn.judge_error)
+        records = list(self.parts.train_tasks.skipped.values())
+        yield from (f"skipped {message}" for message in records[self._told_records :])
+        yield from (f"update skipped, not finite: sample {name}" for name in learner.skipped[self._told_updates :])
+        self._told_records, self._told_updates = len(records), len(learner.skipped)
 
     def save(self, steps: int, learner: Learner) -> Path:
         state = {"tasks": self.parts.train_tasks.state_dict(), "evaluations": self.evaluations}

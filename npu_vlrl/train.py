@@ -40,7 +40,7 @@ async def _train(run: Run) -> dict[str, Any]:
         metrics = learner.step(samples)
         engine.weights_changed(step + 1)  # the engine shares the weights, so nothing is copied
         metrics |= {"rollout_seconds": rolled_out - step_began, "seconds": time.monotonic() - step_began}
-        run.report(step, rollout, samples, metrics)
+        run.report(step, rollout, samples, metrics, learner)
         done = step + 1
         if done < config.train.steps and config.run.checkpoint_every and done % config.run.checkpoint_every == 0:
             run.save(done, learner)

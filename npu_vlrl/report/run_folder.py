@@ -106,7 +106,7 @@ def versions() -> dict[str, str]:
 
 def trajectory_record(trajectory: Trajectory, advantages: Mapping[str, float]) -> dict[str, Any]:
     """A trajectory as JSON values. `advantages` holds the advantage of each exported sample by its id."""
-    own = {key: value for key, value in advantages.items() if f"{key}/".startswith(f"{trajectory.id}/")}
+    own = {key: _finite(value) for key, value in advantages.items() if f"{key}/".startswith(f"{trajectory.id}/")}
     return {
         "id": trajectory.id,
         "group": trajectory.group,
