@@ -31,6 +31,8 @@ class Run:
         self.parts: Parts = build(config, self.folder.path, cleanup)
         self.folder.begin()
         self.console = cleanup.enter_context(ConsoleReport(config.train.steps))
+        platform = self.parts.platform
+        self.console.line(f"{platform.name}: {platform.describe()}; run folder {self.folder.path}")
         for message in self.parts.eval_skipped:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
