@@ -20,7 +20,7 @@ from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.rollout.collect import Rollout
 from npu_vlrl.run import Run
 from npu_vlrl.train import train
-from npu_vlrl.types import Image, Sample, Verdict
+from npu_vlrl.types import Image, Verdict
 from npu_vlrl.workflow.export import export
 from tests.support.program import SMALL, config_file, parquet, program, records, row
 from tests.support.scripted import Script, Verdicts, a_task, decode, play, workflow
@@ -302,8 +302,8 @@ def test_live_images_stay_flat_over_steps(tmp_path: Path, monkeypatch: pytest.Mo
     kept: list[Any] = []
     report = Run.report
 
-    def counting(run: Run, step: int, rollout: Rollout, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
-        report(run, step, rollout, samples, metrics)
+    def counting(run: Run, step: int, rollout: Rollout, *rest: Any) -> None:
+        report(run, step, rollout, *rest)
         if leaky:
             kept.append(rollout)
         gc.collect()

@@ -59,7 +59,8 @@ def test_micro_batches_change_nothing(mode: str, ratio: str, style: Any) -> None
     for budget in (50, 1):  # a few micro-batches; every sample alone
         parts = probe(loaded, mode, ratio, budget)
         assert distance(parts.measure(samples), expected) < 1e-6
-        assert parts.loss == pytest.approx(whole.loss, rel=1e-5)  # terms of both signs cancel
+        # terms of both signs cancel, so float32 keeps fewer digits; in float64, below, it is 1e-10
+        assert parts.loss == pytest.approx(whole.loss, rel=1e-4)
 
 
 def test_micro_batches_change_nothing_in_float64() -> None:

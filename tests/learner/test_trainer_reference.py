@@ -107,7 +107,7 @@ def test_the_reference_never_changes(loaded: LoadedModel) -> None:
     assert not any(p.requires_grad for p in learner.reference.model.parameters())
     again = learner._reference_logprobs(samples)
     assert all(torch.equal(again[name], first[name]) for name in first)
-    assert kls[0] < 1e-10 < 1e-4 < kls[1] < kls[2]  # it is the policy that moves
+    assert kls[0] < 1e-10 and min(kls[1:]) > 1e-4  # it is the policy that moves
 
 
 def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
