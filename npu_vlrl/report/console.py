@@ -45,10 +45,10 @@ class ConsoleReport:
         self.console.print(Text(printable(text)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        note = "  ".join(f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics)
-        self.progress.update(self._task, completed=step, note=note)
+        notes = [f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics]
+        self.progress.update(self._task, completed=step, note="  ".join(notes[:2]))  # a bar must fit on one line
         if not self.console.is_terminal:
-            self.line(f"step {step}/{self._steps}  {note}")
+            self.line(f"step {step}/{self._steps}  " + "  ".join(notes))
 
     def trajectory(self, trajectory: Trajectory) -> None:
         """One episode, readable: who said what, and what it earned."""
