@@ -189,7 +189,8 @@ class Segment:
         elif self.logprobs or self.weight_versions or self.stop_reason is not None or self.reward:
             raise ValueError(f"a {self.kind} segment carries no logprobs, versions, stop reason or reward")
         expected = sum(image.n_tokens for image in self.images)
-        found = sum(token in special.placeholders for token in self.token_ids)
+        placeholders = special.placeholders
+        found = sum(token in placeholders for token in self.token_ids)
         if expected != found:
             raise ValueError(
                 f"a {self.kind} segment has {found} image placeholder tokens, but its {len(self.images)} images "
@@ -373,6 +374,11 @@ class Sample:
     def loss_mask(self) -> list[bool]:
         """[T]: True exactly on the ids that the policy sampled and that are trained."""
         return [i in self.trained for i, segment in enumerate(self.segments) for _ in segment.token_ids]
+
+    @property
+    def n_trained(self) -> int:
+        """N, the number of True in `loss_mask`."""
+        return sum(len(self.segments[i]) for i in self.trained)
 
     @property
     def behaviour_logprobs(self) -> list[float]:

@@ -184,7 +184,7 @@ def test_derived_arrays_have_one_entry_for_each_trained_token(spec: list[tuple[b
     segments = tuple((action if sampled else observation)(*range(1, n + 1)) for sampled, n in spec)
     sample = Sample("s", "g", segments, tuple(i for i, (sampled, _) in enumerate(spec) if sampled), 0.0)
     assert len(sample.loss_mask) == len(sample.token_ids) == len(sample) == sum(n for _, n in spec)
-    assert sum(sample.loss_mask) == len(sample.behaviour_logprobs) == len(sample.weight_versions)
+    assert sum(sample.loss_mask) == sample.n_trained == len(sample.behaviour_logprobs) == len(sample.weight_versions)
     picked = [token for token, kept in zip(sample.token_ids, sample.loss_mask, strict=True) if kept]
     assert [-token / 10 for token in picked] == sample.behaviour_logprobs
 

@@ -104,9 +104,10 @@ class ImageProcessor:
         if image_input != expected:
             raise ValueError(f"the picture was described as {image_input.grid}, these settings give {expected.grid}")
         key = image_input.image.hash
-        encoded = self._cache.pop(key, None)
-        if encoded is None:
-            encoded = torch.from_numpy(self._encode(image_input.image))
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        encoded = torch.from_numpy(self._encode(image_input.image))
         if encoded.nbytes <= self.cache_bytes:
             self._cache[key] = encoded
         while sum(kept.nbytes for kept in self._cache.values()) > self.cache_bytes:

@@ -38,6 +38,7 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
     token_ids: list[int] = []
     positions, trained, targets, owners, behaviour, advantages = [], [], [], [], [], []
     images: dict[str, ImageInput] = {}
+    slots: dict[str, int] = {}
     order: list[int] = []
     for number, sample in enumerate(samples):
         ids, mask = sample.token_ids, np.asarray(sample.loss_mask)
@@ -53,7 +54,7 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
         token_ids += ids
         for image in sample.images:
             images.setdefault(image.image.hash, image)
-            order.append(list(images).index(image.image.hash))
+            order.append(slots.setdefault(image.image.hash, len(slots)))
     device = policy.device
 
     def on_device(parts: list[np.ndarray], axis: int = 0) -> torch.Tensor:

@@ -69,12 +69,12 @@ class Learner:
         self.policy.model.train()
         reference = {} if self.reference is None else self._reference_logprobs(samples)
         groups = list(dict.fromkeys(sample.group for sample in samples))
-        parts = [groups[i :: self.config.updates] for i in range(self.config.updates)]
+        parts = [set(groups[i :: self.config.updates]) for i in range(self.config.updates)]
         metrics: list[dict[str, Tensor]] = []
         extra: dict[str, float] = {"skipped_updates": 0.0}
         for _ in range(self.config.epochs):
             for part in parts:
-                chosen = [sample for sample in samples if sample.group in set(part)]
+                chosen = [sample for sample in samples if sample.group in part]
                 if not chosen:
                     continue
                 new, norm = self._update(chosen, reference, check_gap=not metrics)
@@ -89,7 +89,7 @@ class Learner:
     def supervise(self, samples: Sequence[Sample], lr: float) -> float:
         """One step of maximum likelihood on the trained tokens; returns the mean loss a token, in nats."""
         self.policy.model.train()
-        tokens = sum(sum(sample.loss_mask) for sample in samples)
+        tokens = sum(sample.n_trained for sample in samples)
         total = 0.0
         for batch in self._micro_batches(samples):
             logprobs_N, _ = self._score(batch, self.policy, self.vision, 1.0)
@@ -111,7 +111,7 @@ class Learner:
         self, samples: Sequence[Sample], reference: dict[str, Tensor], check_gap: bool
     ) -> tuple[list[dict[str, Tensor]], float | None]:
         """Metrics of each micro-batch, and the gradient's norm; None when the update was skipped."""
-        trained = {sample.id: sum(sample.loss_mask) for sample in samples}
+        trained = {sample.id: sample.n_trained for sample in samples}
         metrics: list[dict[str, Tensor]] = []
         bad: list[str] = []
         total = 0.0

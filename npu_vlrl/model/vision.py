@@ -53,7 +53,8 @@ class VisionFeatures:
                     found[image.image.hash] = self._kept[image.image.hash] = features
         for image in images:
             self._kept.move_to_end(image.image.hash)
-        self._evict()
+        if new:
+            self._evict()
         return [found[image.image.hash] for image in images]
 
     def differentiable(self, images: Sequence[ImageInput]) -> list[Tensor]:
