@@ -15,7 +15,7 @@ import npu_vlrl
 
 PACKAGE = Path(npu_vlrl.__file__).parent
 
-ROOMS = ["types", "config", "hardware", "kernels", "data", "model", "workflow", "rollout", "learner", "report"]
+ROOMS = ["types", "config", "hardware", "kernels", "data", "model", "sync", "workflow", "rollout", "learner", "report"]
 """A room imports itself and earlier ones; everything that is not listed is the top floor and imports all of them."""
 
 ONLY = {"__init__": set(), "types": set(), "config": {"types"}}
@@ -263,7 +263,7 @@ for absent in ("vllm", "ray", "torch_npu", "mindspeed", "torchvision", "triton",
 import npu_vlrl
 names = [module.name for module in pkgutil.walk_packages(npu_vlrl.__path__, "npu_vlrl.")]
 for name in names:
-    if not name.endswith("__main__"):
+    if not name.endswith(("__main__", "triton_kernels")):  # source for Triton, imported when it is first called
         importlib.import_module(name)
 print(len(names))
 """

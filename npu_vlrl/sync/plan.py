@@ -1,0 +1,114 @@
+"""Which parameter lies where in which bucket. Both sides compute the plan from the same facts and compare checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 512
+"""Bytes; what device memory is read fastest in, and a multiple of every dtype's size."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What one side says of a parameter, before anything is sent.
+
+    Example: `Fact("lm_head.weight", "bfloat16", (1000, 64))`
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        elements = 1
+        for length in self.shape:
+            elements *= length
+        return elements * self.torch_dtype.itemsize
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> Fact:
+        return Fact(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def to_json(self) -> list[Any]:
+        return [self.name, self.dtype, list(self.shape)]
+
+    @staticmethod
+    def from_json(values: Sequence[Any]) -> Fact:
+        name, dtype, shape = values
+        return Fact(str(name), str(dtype), tuple(shape))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter's bytes: `fact.size` of them from `offset` on, in bucket number `bucket`."""
+
+    fact: Fact
+    bucket: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Places in the order of the parameters, and the size of each bucket in bytes."""
+
+    places: tuple[Place, ...]
+    bucket_sizes: tuple[int, ...]
+
+    @cached_property
+    def checksum(self) -> str:
+        """SHA-256 of everything in the plan."""
+        content = [[p.fact.to_json(), p.bucket, p.offset] for p in self.places], self.bucket_sizes
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @property
+    def size(self) -> int:
+        """Bytes on the wire."""
+        return sum(self.bucket_sizes)
+
+    def views(self, bucket: int, buffer: Tensor) -> dict[str, Tensor]:
+        """The parameters of a bucket as views into `buffer`, uint8 of at least the bucket's size."""
+        return {
+            p.fact.name: buffer[p.offset : p.offset + p.fact.size].view(p.fact.torch_dtype).view(p.fact.shape)
+            for p in self.places
+            if p.bucket == bucket
+        }
+
+
+def make_plan(facts: Sequence[Fact], bucket_bytes: int) -> Plan:
+    """Fills buckets in the order given; a parameter larger than `bucket_bytes` has a bucket of its own."""
+    places: list[Place] = []
+    sizes: list[int] = []
+    for fact in facts:
+        padded = -(-fact.size // ALIGNMENT) * ALIGNMENT
+        if not sizes or sizes[-1] + padded > bucket_bytes:
+            sizes.append(0)
+        places.append(Place(fact, len(sizes) - 1, sizes[-1]))
+        sizes[-1] += padded
+    return Plan(tuple(places), tuple(sizes))
+
+
+def distinct(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tied parameters once, under the first of their names."""
+    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    kept: dict[str, Tensor] = {}
+    for name, tensor in parameters.items():
+        memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and memory in seen:
+            continue
+        seen[memory] = name
+        kept[name] = tensor
+    return kept
