@@ -92,7 +92,7 @@ class WeightSender:
         """What each parameter looks like on the wire: our shape in the engines' dtype."""
         agreed: dict[str, Fact] = {}
         for channel in self._channels:
-            answer = _expect(channel, "parameters", self.world.timeout_s)
+            answer = _expect(channel, "parameters", self.world.start_timeout_s)
             theirs = {fact.name: fact for fact in map(Fact.from_json, answer.content["facts"])}
             for name, tensor in self._parameters.items():
                 ours, found = Fact.of(name, tensor), theirs.get(name)

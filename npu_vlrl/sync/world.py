@@ -17,7 +17,11 @@ from npu_vlrl.sync.channel import Channel, Peer, PeerError
 __all__ = ["Channel", "Peer", "PeerError", "World", "join", "started_processes"]
 
 LEARNER = 0
+START_TIMEOUT_S = 600.0
+"""For what happens once: every process imports its libraries and loads the model, maybe from a slow disk."""
 ADDRESS_KEY = "npu_vlrl/address"
+
+UNSEEN = Peer(-1, "another process", "an unknown host", 0)
 
 
 def started_processes() -> int:
@@ -33,10 +37,12 @@ class World:
     def __init__(
         self, platform: Platform, rank: int, peers: Sequence[Peer], channels: dict[int, Channel], timeout_s: float
     ) -> None:
+        """`timeout_s` is how long an answer or a transfer may take, once the processes have started."""
         self._platform = platform
         self.rank = rank
         self.peers = tuple(peers)
         self.timeout_s = timeout_s
+        self.start_timeout_s = START_TIMEOUT_S
         self._channels = channels
 
     @property
@@ -56,22 +62,41 @@ class World:
             channel.close()
 
 
-def join(platform: Platform, timeout_s: float) -> World:
+def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S) -> World:
     """Joins the other processes; each takes the device of its local rank. All processes call it at the same time.
 
-    Raises HardwareError without that device, and PeerError when another process does not come within `timeout_s`.
+    Raises HardwareError without that device, and PeerError when another process does not come in `start_timeout_s`.
     """
     rank, size = int(os.environ["RANK"]), started_processes()
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     platform.set_device(local_rank)
-    dist.init_process_group(platform.process_group_backend, timeout=timedelta(seconds=timeout_s))
+    me = Peer(rank, f"engine {rank}" if rank else "learner", socket.gethostname(), os.getpid())
+    try:
+        dist.init_process_group(platform.process_group_backend, timeout=timedelta(seconds=start_timeout_s))
+    except RuntimeError as error:
+        raise PeerError(UNSEEN, f"did not come to {me} within {start_timeout_s:g} s ({error})") from error
     store = dist.distributed_c10d._get_default_store()
     host = "127.0.0.1" if local_size == size else os.environ["MASTER_ADDR"]
-    me = Peer(rank, f"engine {rank}" if rank else "learner", socket.gethostname(), os.getpid())
+    channels = (
+        _accept(store, host, size, timeout_s, start_timeout_s)
+        if rank == LEARNER
+        else {LEARNER: _connect(store, host, me, timeout_s)}
+    )
     if rank == LEARNER:
-        return _accept(platform, store, host, me, size, timeout_s)
-    address = store.get(ADDRESS_KEY).decode()
-    port, token = address.split()
+        peers = [me, *(channels[other].peer for other in range(1, size))]
+        for channel in channels.values():
+            channel.send("welcome", {"peers": [[p.rank, p.name, p.host, p.pid] for p in peers]})
+    else:
+        welcome = channels[LEARNER].receive(start_timeout_s)
+        peers = [Peer(*values) for values in welcome.content["peers"]]
+        channels[LEARNER].peer = peers[LEARNER]
+    world = World(platform, rank, peers, channels, timeout_s)
+    world.start_timeout_s = start_timeout_s
+    return world
+
+
+def _connect(store: dist.Store, host: str, me: Peer, timeout_s: float) -> Channel:
+    port, token = store.get(ADDRESS_KEY).decode().split()
     learner = Peer(LEARNER, "learner", host, 0)
     try:
         connection = socket.create_connection((host, int(port)), timeout_s)
@@ -79,36 +104,31 @@ def join(platform: Platform, timeout_s: float) -> World:
         raise PeerError(learner, f"does not listen on port {port} ({error})") from error
     channel = Channel(connection, learner, timeout_s)
     channel.send("hello", {"token": token, "peer": [me.rank, me.name, me.host, me.pid]})
-    peers = [Peer(*values) for values in channel.receive(timeout_s).content["peers"]]
-    channel.peer = peers[LEARNER]
-    return World(platform, rank, peers, {LEARNER: channel}, timeout_s)
+    return channel
 
 
-def _accept(platform: Platform, store: dist.Store, host: str, me: Peer, size: int, timeout_s: float) -> World:
+def _accept(store: dist.Store, host: str, size: int, timeout_s: float, start_timeout_s: float) -> dict[int, Channel]:
     """The learner listens, on loopback unless engines are on other machines; a stranger does not know the token."""
     token = secrets.token_hex(16)
     channels: dict[int, Channel] = {}
     with socket.create_server((host, 0), backlog=size) as server:
-        server.settimeout(timeout_s)
+        server.settimeout(start_timeout_s)
         store.set(ADDRESS_KEY, f"{server.getsockname()[1]} {token}")
         while len(channels) < size - 1:
             try:
                 connection, _ = server.accept()
             except TimeoutError:
                 absent = next(rank for rank in range(1, size) if rank not in channels)
-                unseen = Peer(absent, f"engine {absent}", "an unknown host", 0)
-                raise PeerError(unseen, f"did not come within {timeout_s:g} s") from None
-            channel = Channel(connection, Peer(-1, "a new process", "an unknown host", 0), timeout_s)
+                unseen = Peer(absent, f"engine {absent}", UNSEEN.host, 0)
+                raise PeerError(unseen, f"did not come within {start_timeout_s:g} s") from None
+            channel = Channel(connection, UNSEEN, timeout_s)
             peer = _introduced(channel, token)
             if peer is None:
                 channel.close()
                 continue
             channel.peer = peer
             channels[peer.rank] = channel
-    peers = [me, *(channels[rank].peer for rank in range(1, size))]
-    for channel in channels.values():
-        channel.send("welcome", {"peers": [[p.rank, p.name, p.host, p.pid] for p in peers]})
-    return World(platform, LEARNER, peers, channels, timeout_s)
+    return channels
 
 
 def _introduced(channel: Channel, token: str) -> Peer | None:

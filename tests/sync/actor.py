@@ -25,6 +25,7 @@ from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender
 from npu_vlrl.sync.world import PeerError, World, join
 
 TIMEOUT_S = 6.0
+START_TIMEOUT_S = 60.0
 BUCKET_BYTES = 16384
 Seen = dict[str, Any]
 
@@ -285,6 +286,7 @@ def absent(folder: Path, world: World) -> Seen:
     if world.rank:
         world.channel(0).receive()
         return {}
+    world.start_timeout_s = 2.0
     WeightSender(world, {"a": torch.zeros(1)}, BUCKET_BYTES)
     return {}
 
@@ -312,7 +314,7 @@ def main(scenario: str, folder: Path) -> int:
     platform = select()
     use(platform.kernels)
     try:
-        seen = SCENARIOS[scenario](folder, join(platform, TIMEOUT_S))
+        seen = SCENARIOS[scenario](folder, join(platform, TIMEOUT_S, START_TIMEOUT_S))
     except (PeerError, SyncError) as error:
         seen = told(error)
     rank = os.environ["RANK"]
