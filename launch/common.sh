@@ -1,4 +1,5 @@
-# Sourced by the other launch scripts: makes a virtual environment once, and again when its requirements change.
+# Sourced by the other launch scripts: makes a virtual environment once, and again when its requirements change;
+# chooses the interpreter; starts a training of one process or of several.
 # shellcheck shell=bash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -55,9 +56,73 @@ add() ( # ENVIRONMENT REQUIREMENTS [pip's options]: installs more into a prepare
     stamp "$2" >"$1/installed-${2%.txt}"
 ) 9<launch/common.sh
 
-# ENVIRONMENT ARGUMENT...: trains with the given arguments. Without a word about the run folder it is a new one.
+has() { # ENVIRONMENT PACKAGE [VERSION]
+    [[ -x $1/bin/python ]] && "$1/bin/python" -c 'import importlib.metadata as packages, sys
+name, wanted = sys.argv[1:]
+try:
+    sys.exit(wanted not in ("", packages.version(name)))
+except packages.PackageNotFoundError:
+    sys.exit(1)' "$2" "${3:-}"
+}
+
+# ENVIRONMENT REQUIREMENTS: sets $python to the interpreter that runs the project: NPU_VLRL_PYTHON as it is, with
+# nothing installed into it (a container image's own, say), or that of an environment prepared here.
+choose_python() {
+    python=${NPU_VLRL_PYTHON:-$1/bin/python}
+    if [[ -z ${NPU_VLRL_PYTHON:-} ]]; then
+        prepare "$1" "$2"
+    elif ! "$python" --version >/dev/null 2>&1; then
+        fail "NPU_VLRL_PYTHON=$python is not a Python; name one that has the packages of $2"
+    fi
+}
+
+# Sets what the platform recommends (python -m npu_vlrl.hardware environment shows it, with reasons); what is set
+# already stays. Without the hardware its message says what is missing.
+apply_launch_settings() {
+    local settings
+    settings=$("$python" -m npu_vlrl.hardware environment) || exit 2
+    eval "$settings"
+}
+
+count() { # NAME VALUE [LEAST]: VALUE must be a whole number
+    if ! [[ $2 =~ ^[0-9]{1,6}$ ]] || ((10#$2 < ${3:-0})); then
+        fail "$1=$2 is not a whole number of at least ${3:-0}"
+    fi
+}
+
+has_npu() {
+    npu-smi info >/dev/null 2>&1 || compgen -G '/dev/davinci[0-9]*' >/dev/null
+}
+
+find_cann() { # prints the path of CANN's set_env.sh, or nothing
+    local file
+    for file in ${ASCEND_HOME_PATH:+"$ASCEND_HOME_PATH/set_env.sh" "$ASCEND_HOME_PATH/../set_env.sh"} \
+        ~/Ascend/{cann,ascend-toolkit}/set_env.sh /usr/local/Ascend/{cann,ascend-toolkit}/set_env.sh; do
+        if [[ -f $file ]]; then
+            echo "$file"
+            return
+        fi
+    done
+}
+
+source_cann() { # CANN's libraries and tools enter the environment, and those of its transformer library
+    local found root file
+    found=$(find_cann)
+    [[ -n $found ]] || fail "there is an NPU but no CANN: no set_env.sh in ASCEND_HOME_PATH, ~/Ascend or \
+/usr/local/Ascend. Install CANN's toolkit and kernels, or set ASCEND_HOME_PATH to the folder they are in"
+    root=$(dirname "$found")/..
+    echo "CANN: $found" >&2
+    set +eu # they read variables that may be unset
+    for file in "$found" "$root/nnal/atb/set_env.sh" "$root/../nnal/atb/set_env.sh"; do
+        # shellcheck disable=SC1090
+        [[ ! -f $file ]] || . "$file"
+    done
+    set -eu
+}
+
+# PROCESSES ARGUMENT...: trains with the given arguments. Without a word about the run folder it is a new one.
 train() {
-    local python="$1/bin/python" config=configs/photo_tiny.yaml previous='' argument folder
+    local processes=${NPU_VLRL_PROCESSES:-$1} config=configs/photo_tiny.yaml previous='' argument folder
     shift
     for argument in "$@"; do
         [[ $previous != --config ]] || config=$argument
@@ -69,11 +134,35 @@ train() {
     *)
         folder=runs/$(basename "$config" .yaml)-$(date +%Y%m%d-%H%M%S)
         set -- --run-dir "$folder" "$@"
-        echo "if it is stopped, it goes on with: bash launch/${0##*/}$(printf ' %q' "$@") run.if_exists=resume" >&2
+        [[ ${NODE_RANK:-0} != 0 ]] || echo "if it is stopped, it goes on with: bash launch/${0##*/}$(printf ' %q' "$@") run.if_exists=resume" >&2
         ;;
     esac
     if [[ ! -f runs/data/geo3k/test.parquet ]]; then # the last of its files
         "$python" -m npu_vlrl data geo3k --out runs/data/geo3k >&2
     fi
-    exec "$python" -m npu_vlrl train --config configs/photo_tiny.yaml "$@"
+    start "$processes" --config configs/photo_tiny.yaml "$@"
+}
+
+# PROCESSES ARGUMENT...: one process is learner and engine in one; of more, on one machine or on several, the first is
+# the learner and each other one an engine on a device of its own.
+start() {
+    local processes=$1 nodes=${NNODES:-1} rendezvous=(--standalone)
+    shift
+    count NPU_VLRL_PROCESSES "$processes" 1
+    count NNODES "$nodes" 1
+    if ((processes * nodes == 1)); then
+        exec "$python" -m npu_vlrl train "$@"
+    fi
+    if ((nodes > 1)); then
+        [[ -n ${MASTER_ADDR:-} && -n ${NODE_RANK:-} ]] ||
+            fail "NNODES=$nodes also needs MASTER_ADDR, the first machine's address, and NODE_RANK, this machine's \
+number from 0 to $((nodes - 1)); start the script on every machine"
+        count NODE_RANK "$NODE_RANK"
+        rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK"
+            --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+    fi
+    "$python" -m npu_vlrl config "$@" >/dev/null || exit # bad input ends here: torchrun would hide message and code
+    : "${OMP_NUM_THREADS:=1}" # what torchrun chooses too, with a warning
+    export OMP_NUM_THREADS
+    exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m npu_vlrl train "$@"
 }

@@ -1,13 +1,53 @@
 #!/usr/bin/env bash
-# Checks style and types, and runs all tests: bash launch/test.sh
-# Runs chosen tests only:                     bash launch/test.sh tests/data -q
+# Checks style and types, and runs all tests on the CPU:           bash launch/test.sh
+# Runs chosen tests only:                                           bash launch/test.sh tests/data -q
+# The NPU path: the real torch_npu on a stand-in for CANN (x86_64): bash launch/test.sh --npu [pytest's arguments]
+# The Triton kernels: interpreted, and compiled for an NPU (x86_64): bash launch/test.sh --triton [pytest's arguments]
+# All CPU tests on what an Ascend host gets, with this torch:       bash launch/test.sh --torch 2.9.0 [pytest's arguments]
+# Each has an environment of its own: .venv, .venv-npu, .venv-triton, .venv-torch-2.9.0.
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-prepare .venv requirements-cpu.txt
-add .venv requirements-dev.txt
-add .venv requirements-test-data.txt --no-deps
-export NPU_VLRL_PLATFORM=cpu OMP_NUM_THREADS=1 # more threads than cores make small tensors slow
+prepare_tests() { # ENVIRONMENT REQUIREMENTS
+    prepare "$1" "$2"
+    add "$1" requirements-dev.txt
+    add "$1" requirements-test-data.txt --no-deps
+}
+
+export OMP_NUM_THREADS=1 # more threads than cores make small tensors slow
+case "${1:-}" in
+--npu)
+    shift
+    prepare_tests .venv-npu requirements-npu.txt
+    export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # `import torch` would look for CANN before the stand-in is there
+    exec .venv-npu/bin/python -m pytest tests/npu -q -n 2 "$@"
+    ;;
+--triton)
+    shift
+    prepare .venv-triton requirements-triton.txt
+    if has .venv-triton triton; then # torch's GPU build brings it, into the folder that triton-ascend fills
+        .venv-triton/bin/python -m pip uninstall -qq --yes triton
+        pip_install .venv-triton --no-deps --force-reinstall "$(grep -o '^triton-ascend==[0-9.]*' requirements-triton.txt)"
+    fi
+    exec .venv-triton/bin/python -m pytest tests/triton -q "$@"
+    ;;
+--torch)
+    [[ ${2:-} =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "--torch needs a full version, e.g. --torch 2.9.0"
+    environment=.venv-torch-$2 requirements=build/requirements-torch-$2.txt
+    mkdir -p build
+    { # the pins for aarch64, of all but what needs an NPU's host
+        echo "torch==$2"
+        sed -e '/^torch/d; /^triton-ascend/d; /!= "aarch64"/d; s/; platform_machine == "aarch64"//' requirements-npu.txt
+    } >"$requirements"
+    shift 2
+    prepare_tests "$environment" "$requirements"
+    export NPU_VLRL_PLATFORM=cpu
+    exec "$environment/bin/python" -m pytest -q -n 2 "$@"
+    ;;
+esac
+
+prepare_tests .venv requirements-cpu.txt
+export NPU_VLRL_PLATFORM=cpu
 run() { .venv/bin/python -m "$@"; }
 
 if (($#)); then

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+import transformers
 
 from npu_vlrl import kernels
 from npu_vlrl.config import Config, ConfigError, SourceConfig
@@ -16,9 +19,13 @@ from npu_vlrl.data.source import TaskSource
 from npu_vlrl.data.synthetic import arrow_task, load_photos, photo_task
 from npu_vlrl.hardware import Platform, select
 from npu_vlrl.learner.algorithm import Algorithm, resolve
-from npu_vlrl.model.load import LoadedModel, load_model
+from npu_vlrl.model.load import LoadedModel, load_model, model_folder
 from npu_vlrl.model.vision import VisionFeatures
+from npu_vlrl.rollout import remote
 from npu_vlrl.rollout.inprocess import InProcessEngine
+from npu_vlrl.rollout.rounds import RoundEngine
+from npu_vlrl.rollout.serve import serve
+from npu_vlrl.sync.world import LEARNER, Peer, PeerError, World, join, started_processes
 from npu_vlrl.types import DataError, Task
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.rewards import make_judge
@@ -36,7 +43,9 @@ class Parts:
     platform: Platform
     loaded: LoadedModel
     vision: VisionFeatures
-    engine: InProcessEngine
+    engine: RoundEngine
+    engine_processes: tuple[Peer, ...]
+    """Empty where the engine is in the learner's process."""
     workflow: VisionMultiTurnAgenticWorkflow
     algorithm: Algorithm
     train_tasks: TaskSource
@@ -48,35 +57,45 @@ class Parts:
 
 
 def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
-    """Builds all parts; processes that they start end with `cleanup`.
+    """Builds all parts; processes that they start, and engine processes, end with `cleanup`.
 
-    Raises ConfigError or HardwareError before anything expensive happens, as far as that can be known.
+    Raises ConfigError or HardwareError before anything expensive happens, as far as that can be known; and what
+    `remote.RemoteEngine` raises when an engine process cannot begin.
     """
-    platform = select()
-    kernels.use(platform.kernels)
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
-    torch.manual_seed(config.train.seed)
+    platform = _prepare(config)
     algorithm = resolve(config.algorithm)
     rollout, evaluation, reward = config.rollout, config.evaluation, config.reward
     with _blaming("reward"):
         judge = make_judge(reward.rule, reward.options, workers=reward.workers, deadline_s=reward.deadline_s)
     cleanup.callback(judge.close)
     with _blaming("workflow.tools"):
-        toolbox = Toolbox(config.workflow.tools)
+        toolbox = Toolbox(
+            config.workflow.tools, workers=config.workflow.tool_workers, deadline_s=config.workflow.tool_deadline_s
+        )
+    cleanup.callback(toolbox.close)
     with _blaming("data"):
         train_tasks = task_source(config.data.train, config.train.seed, config.model.path, judge.check_gold)
         eval_tasks, eval_skipped = evaluation_tasks(config, judge.check_gold)
+    world = _join_engines(config, platform, cleanup) if started_processes() > 1 else None
     with _blaming("model"):
-        loaded = load_model(config.model, run_dir / "model", config.train.seed, platform.device())
+        if world is not None:
+            transformers.utils.logging.disable_progress_bar()
+            model_folder(config.model.path, run_dir / "model", config.train.seed)  # engines may read it now
+            remote.begin(world, run_dir / "model")
+        loaded, vision = _load(config, run_dir / "model", platform)
         renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
-    vision = VisionFeatures(loaded.policy, loaded.processor, rollout.feature_cache_mib * 2**20)
-    workflow = VisionMultiTurnAgenticWorkflow(config.workflow, renderer, judge, toolbox, reward.failed_reward)
+    engine: RoundEngine = InProcessEngine(loaded.policy, vision)
+    if world is not None:
+        engine = remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
+    workflow = VisionMultiTurnAgenticWorkflow(
+        config.workflow, renderer, judge, toolbox, reward.failed_reward, loaded.processor
+    )
     return Parts(
         platform,
         loaded,
         vision,
-        InProcessEngine(loaded.policy, vision),
+        engine,
+        world.peers[1:] if world is not None else (),
         workflow,
         algorithm,
         train_tasks,
@@ -85,6 +104,67 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.train.seed),
         Sampling(evaluation.temperature, evaluation.top_p, evaluation.top_k, config.train.seed),
     )
+
+
+def is_engine() -> bool:
+    """Whether this process was started to sample for a learner, which is another process."""
+    return int(os.environ.get("RANK", "0")) != LEARNER
+
+
+def run_engine(config: Config) -> None:
+    """The whole life of an engine process. It writes nothing but the model of a `tiny:` path on a machine of its own.
+
+    Raises what `serve` raises.
+    """
+    platform = _prepare(config)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process; the learner's word is enough
+    world = join(platform, config.sync.timeout_s)
+
+    def engine(scratch: Path) -> InProcessEngine:
+        own = scratch if scratch.is_dir() else scratch.with_name(f"{scratch.name}.{world.rank}")
+        loaded, vision = _load(config, own, platform)
+        return InProcessEngine(loaded.policy, vision)
+
+    serve(world, engine)
+
+
+def _prepare(config: Config) -> Platform:
+    """Makes this process ready for models, each process on a device of its own."""
+    platform = select()
+    platform.set_device(_local_rank())
+    kernels.use(platform.kernels)
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    torch.manual_seed(config.train.seed)
+    return platform
+
+
+def _load(config: Config, scratch: Path, platform: Platform) -> tuple[LoadedModel, VisionFeatures]:
+    loaded = load_model(config.model, scratch, config.train.seed, platform.device(_local_rank()))
+    return loaded, VisionFeatures(loaded.policy, loaded.processor, config.rollout.feature_cache_mib * 2**20)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:
+    world = join(platform, config.sync.timeout_s)
+    cleanup.callback(remote.stop, world)
+
+    def terminated(number: int, frame: object) -> None:
+        """Torchrun ends all processes as soon as one has failed, maybe before the learner has noticed which."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        reason = "it was terminated"
+        for channel in remote.channels(world):
+            try:
+                channel.check_alive()
+            except PeerError as error:
+                reason = str(error)
+        raise SystemExit(f"npu-vlrl: the run failed: {reason}")
+
+    signal.signal(signal.SIGTERM, terminated)
+    return world
 
 
 def task_source(

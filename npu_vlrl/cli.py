@@ -1,4 +1,4 @@
-"""`npu-vlrl train | eval | config | data …`: parses words, calls one function, turns errors into exit codes.
+"""`npu-vlrl train | eval | config | doctor | data …`: parses words, calls one function, turns errors into exit codes.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input or missing hardware (one message that says what to change).
 """
@@ -24,17 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from npu_vlrl.learner.trainer import LearnerError
     from npu_vlrl.report.console import printable
     from npu_vlrl.rollout.collect import RolloutError
+    from npu_vlrl.sync.weights import SyncError
+    from npu_vlrl.sync.world import PeerError
     from npu_vlrl.types import DataError
 
     try:
-        options.run(options)
+        return options.run(options) or DONE
     except (ConfigError, DataError, HardwareError, CheckpointError) as error:
         print(f"npu-vlrl: {printable(str(error))}", file=sys.stderr)
         return BAD_INPUT
-    except (LearnerError, RolloutError) as error:
+    except (LearnerError, PeerError, RolloutError, SyncError) as error:
         print(f"npu-vlrl: the run failed: {printable(str(error))}", file=sys.stderr)
         return FAILED
-    return DONE
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -62,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--run-dir", metavar="DIR", help="the same as run.dir=DIR")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.steps=10")
         command.set_defaults(run=run)
+    doctor = commands.add_parser("doctor", help="show what this machine offers, and try devices, kernels, collectives")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(run=_doctor)
     data = commands.add_parser("data", help="prepare data")
     kinds = data.add_subparsers(required=True, metavar="KIND")
     geo3k = kinds.add_parser("geo3k", help="60 real geometry problems as parquet in verl's schema")
@@ -92,6 +96,12 @@ def _eval(options: argparse.Namespace) -> None:
 
 def _config(options: argparse.Namespace) -> None:
     print(dump_config(_load(options)), end="")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from npu_vlrl.doctor import doctor
+
+    return doctor(options.json)
 
 
 def _geo3k(options: argparse.Namespace) -> None:

@@ -113,6 +113,10 @@ class WorkflowConfig(Section):
     """Reward of a turn whose tool call failed."""
     tool_call_reward: float = 0.0
     """Reward of a turn whose tool calls all worked."""
+    tool_workers: Count = 1
+    """Processes of each tool from a file of your own."""
+    tool_deadline_s: Positive = 10.0
+    """Seconds after which a call of such a tool is stopped and told to the model as an error."""
     turn_tokens: Count = 512
     """Tokens the policy may sample in one turn."""
     context_tokens: Annotated[int, Field(ge=2)] = 4096
@@ -217,6 +221,15 @@ class EvalConfig(Section):
     top_k: CountOrOff = 0
 
 
+class SyncConfig(Section):
+    """How the learner and its engine processes talk, where several processes were started."""
+
+    bucket_mib: Count = 256
+    """Weights travel in buckets of this many MiB; the learner holds two, each engine all that is sent."""
+    timeout_s: Positive = 1800.0
+    """Longest wait for a round of turns or a transfer of weights. A process that ended is noticed at once."""
+
+
 class Config(Section):
     model: ModelConfig
     data: DataConfig
@@ -229,6 +242,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvalConfig = EvalConfig()
+    sync: SyncConfig = SyncConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from npu_vlrl.build import Parts, build
+from npu_vlrl.build import Parts, build, is_engine, run_engine
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluate import accuracies, evaluate
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
@@ -33,6 +33,8 @@ class Run:
         self.console = cleanup.enter_context(ConsoleReport(config.train.steps))
         platform = self.parts.platform
         self.console.line(f"{platform.name}: {platform.describe()}; run folder {self.folder.path}")
+        for peer in self.parts.engine_processes:
+            self.console.line(f"sampling in {peer}")
         for message in self.parts.eval_skipped:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
@@ -72,7 +74,6 @@ class Run:
                 raise CheckpointError(f"checkpoint {newest}: {error}") from error
             self.evaluations = state["evaluations"]
             self._told_records, self._told_updates = len(self.parts.train_tasks.skipped), len(learner.skipped)
-            self.parts.engine.weights_changed(step)
             self.console.line(f"resumed from {newest} after {step} steps")
         self.folder.rewind(step)
         return step
@@ -131,8 +132,8 @@ class Run:
             "engine/tokens_requested": counts.tokens_requested,
             "engine/tokens_prefilled": counts.tokens_prefilled,
             "engine/tokens_decoded": counts.tokens_decoded,
-            "images_referenced": vision.referenced,
-            "images_encoded": vision.encoded,
+            "images_referenced": vision.referenced + counts.images_referenced,
+            "images_encoded": vision.encoded + counts.images_encoded,
             "peak_memory_gib": self.parts.platform.peak_memory_bytes() / 2**30,
         }
         self.folder.metrics(step, metrics)
@@ -157,6 +158,7 @@ class Run:
         self._told_records, self._told_updates = len(records), len(learner.skipped)
 
     def save(self, steps: int, learner: Learner) -> Path:
+        self.parts.engine.forget_features()  # as `save_learner` does with the learner's
         state = {"tasks": self.parts.train_tasks.state_dict(), "evaluations": self.evaluations}
         return save_learner(
             self.folder.checkpoints, steps, learner, self.parts.platform, state, self.config.run.keep_checkpoints
@@ -179,7 +181,13 @@ class Run:
 
 
 def evaluate_only(config: Config) -> dict[str, float]:
-    """`npu-vlrl eval`: plays the evaluation tasks with the model as it is; returns the shares over all tasks."""
+    """`npu-vlrl eval`: plays the evaluation tasks with the model as it is; returns the shares over all tasks.
+
+    Of several processes the first does so; the others sample for it and return nothing.
+    """
+    if is_engine():
+        run_engine(config)
+        return {}
     with ExitStack() as cleanup:
         run = Run(config, cleanup)
         run.evaluations["evaluation"] = result = asyncio.run(run.evaluate("evaluation", 0))

@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from npu_vlrl.build import is_engine, run_engine
 from npu_vlrl.config import Config
 from npu_vlrl.learner.algorithm import assign_advantages
 from npu_vlrl.run import Run
@@ -14,7 +15,13 @@ from npu_vlrl.warm_start import warm_start
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Runs a whole training and returns its summary, which is also in `summary.json`."""
+    """Runs a whole training and returns its summary, which is also in `summary.json`.
+
+    Of several processes, as torchrun starts them, the first does so; the others sample for it and return nothing.
+    """
+    if is_engine():
+        run_engine(config)
+        return {}
     with ExitStack() as cleanup:
         return asyncio.run(_train(Run(config, cleanup)))
 
@@ -26,6 +33,7 @@ async def _train(run: Run) -> dict[str, Any]:
     await warm_start(run)
     learner = run.new_learner()
     start = run.resume(learner)
+    engine.weights_changed(start)  # what the warm start or a checkpoint brought
     if start == 0:
         run.evaluations["baseline"] = await run.evaluate("baseline", 0)
 
@@ -37,8 +45,7 @@ async def _train(run: Run) -> dict[str, Any]:
         rollout = await run.rollout(step)
         samples = assign_advantages(run.export(rollout.trajectories), run.parts.algorithm)
         rolled_out = time.monotonic()
-        metrics = learner.step(samples)
-        engine.weights_changed(step + 1)  # the engine shares the weights, so nothing is copied
+        metrics = learner.step(samples) | engine.weights_changed(step + 1)
         metrics |= {"rollout_seconds": rolled_out - step_began, "seconds": time.monotonic() - step_began}
         run.report(step, rollout, samples, metrics, learner)
         done = step + 1

@@ -38,7 +38,6 @@ async def warm_start(run: Run) -> None:
         played = await _demonstrate(run, tasks, step)
         right += sum(trajectory.solved_first_try for trajectory in played)
         loss = learner.supervise(export(played, "concat", "best", 1.0, str(loaded.folder)), config.warm_start.lr)
-        run.parts.engine.weights_changed(0)
     export_model(loaded.policy, loaded.tokenizer, loaded.folder, target)
     learner.forget_features()
     share = right / (config.warm_start.steps * config.warm_start.batch)

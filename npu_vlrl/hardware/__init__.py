@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 
-from npu_vlrl.hardware.base import HardwareError, Platform
+from npu_vlrl.hardware.base import HardwareError, Memory, Peak, Platform, Setting
 from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.hardware.cuda import CudaPlatform
+from npu_vlrl.hardware.npu import NpuPlatform, load_torch_npu
 
-PLATFORMS: dict[str, type[Platform]] = {"cuda": CudaPlatform, "cpu": CpuPlatform}
+__all__ = ["PLATFORMS", "VARIABLE", "HardwareError", "Memory", "Peak", "Platform", "Setting", "select"]
+
+PLATFORMS: dict[str, type[Platform]] = {"npu": NpuPlatform, "cuda": CudaPlatform, "cpu": CpuPlatform}
 """In the order in which they are tried."""
 
 VARIABLE = "NPU_VLRL_PLATFORM"
+
+load_torch_npu()  # before anything imports transformers
 
 
 def select() -> Platform:

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 
 class HardwareError(RuntimeError):
-    """The wanted platform is not usable here; the message says what is missing."""
+    """The wanted platform or device is not usable here; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one device, in bytes; `free` counts what every process has left."""
+
+    free: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The maker's published numbers of one device, for utilisation metrics.
+
+    Example: `Peak(989e12, 3.35e12, "NVIDIA H100 datasheet")`
+    """
+
+    flops: float
+    """Dense bf16 multiply-adds counted as two, a second."""
+    bandwidth: float
+    """Bytes a second to and from the device's memory."""
+    source: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A recommended value of an environment variable, and why."""
+
+    value: str
+    why: str
 
 
 class Platform(ABC):
-    """Facts about one kind of device.
+    """Facts about one kind of device. Devices are numbered as torch numbers them, from 0.
 
     Example: `select().device()` is `torch.device("cpu")` on a laptop.
     """
@@ -22,14 +56,55 @@ class Platform(ABC):
     kernels: ClassVar[str]
     """The platform's column of the op table."""
     collective_backend: ClassVar[str]
+    """What torch.distributed calls the backend that moves this platform's tensors."""
+    process_group_backend: ClassVar[str]
+    """For a process group with tensors on the device and on the host."""
     visible_devices_variable: ClassVar[str | None]
+    ray_resource: ClassVar[str]
+    """What Ray calls one device."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Installed packages, beside torch, that the platform runs on or can use."""
+    watched: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of environment variables that change how the platform behaves."""
+    cautions: ClassVar[Mapping[tuple[str, str], str]] = {}
+    """For a value of an environment variable that seldom is what one wants: why, and what to do."""
+    launch_environment: ClassVar[Mapping[str, Setting]] = {}
+    """What the launch scripts set, unless it is set already."""
+    peaks: ClassVar[Mapping[str, Peak]] = {}
+    """By device name."""
 
     @abstractmethod
     def missing(self) -> str | None:
-        """What keeps the platform from being used, as one sentence; None when it is usable."""
+        """What keeps the platform from being used, as one sentence with the remedy; None when it is usable."""
 
     @abstractmethod
     def device(self, index: int = 0) -> torch.device: ...
+
+    @abstractmethod
+    def device_count(self) -> int: ...
+
+    @abstractmethod
+    def device_name(self, index: int = 0) -> str: ...
+
+    @abstractmethod
+    def physical_id(self, index: int) -> str:
+        """The device's number outside this process, as the vendor's tools and the visible-devices variable count."""
+
+    @abstractmethod
+    def set_device(self, index: int) -> None:
+        """Makes a device this process's current one. Raises HardwareError when it is not there or does not answer."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits until the current device has done all that it was given."""
+
+    @abstractmethod
+    def stream(self) -> torch.Stream | None:
+        """A new stream of the current device; None where there are none and everything runs in order."""
+
+    @abstractmethod
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        """Within it, operations of the current device go to that stream."""
 
     @abstractmethod
     def rng_state(self) -> torch.Tensor:
@@ -43,5 +118,29 @@ class Platform(ABC):
         """Largest memory in use since the start (of the device, or of the process on a CPU)."""
 
     @abstractmethod
+    def memory(self, index: int = 0) -> Memory | None:
+        """None where the device has no memory of its own."""
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the vendor's own software, by name. Only for a usable platform."""
+        return {}
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables that are set and change how the platform behaves, in the order of their names."""
+        return {name: value for name, value in sorted(os.environ.items()) if name.startswith(self.watched)}
+
+    def warnings(self) -> list[str]:
+        """What is set or installed and may not work well, each as one sentence with the remedy."""
+        return [
+            f"{name}={value}: {caution}"
+            for (name, value), caution in self.cautions.items()
+            if os.environ.get(name) == value
+        ]
+
+    def peak(self, index: int = 0) -> Peak | None:
+        """None for a device whose numbers are not published, or not known here."""
+        return self.peaks.get(self.device_name(index))
+
     def describe(self) -> str:
         """Name and number of the devices, for people."""
+        return f"{self.device_count()} x {self.device_name()}"

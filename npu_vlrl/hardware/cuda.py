@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 
-from npu_vlrl.hardware.base import Platform
+from npu_vlrl.hardware.accelerator import Accelerator
+from npu_vlrl.hardware.base import Peak, Setting
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(Accelerator):
     name = "cuda"
     kernels = "cuda"
     collective_backend = "nccl"
+    process_group_backend = "cpu:gloo,cuda:nccl"
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
+    ray_resource = "GPU"
+    tool = "nvidia-smi"
+    packages = ("triton", "vllm", "ray")
+    watched = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "GLOO_")
+    cautions = {
+        ("CUDA_LAUNCH_BLOCKING", "1"): "every kernel is waited for, which is for finding errors; unset it to train",
+    }
+    launch_environment = {
+        "PYTORCH_CUDA_ALLOC_CONF": Setting(
+            "expandable_segments:True", "lengths change from step to step; segments that grow do not fragment"
+        ),
+    }
+    peaks = {
+        "NVIDIA A100-SXM4-40GB": Peak(312e12, 1.555e12, "NVIDIA A100 datasheet"),
+        "NVIDIA A100-SXM4-80GB": Peak(312e12, 2.039e12, "NVIDIA A100 datasheet"),
+        "NVIDIA A100 80GB PCIe": Peak(312e12, 1.935e12, "NVIDIA A100 datasheet"),
+        "NVIDIA H100 80GB HBM3": Peak(989e12, 3.35e12, "NVIDIA H100 datasheet, SXM"),
+        "NVIDIA H200": Peak(989e12, 4.8e12, "NVIDIA H200 datasheet, SXM"),
+    }
+
+    def api(self) -> Any:
+        return torch.cuda
 
     def missing(self) -> str | None:
         if torch.version.cuda is None:
             return "the installed torch was built without CUDA; install requirements-gpu.txt"
         if not torch.cuda.is_available():
-            return "torch sees no CUDA device; check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
+            shown = os.environ.get(self.visible_devices_variable or "")
+            variable = "CUDA_VISIBLE_DEVICES" + ("" if shown is None else f"={shown}")
+            return f"torch sees no CUDA device; check the driver with nvidia-smi, and {variable}"
         return None
 
-    def device(self, index: int = 0) -> torch.device:
-        return torch.device("cuda", index)
+    def set_device(self, index: int) -> None:
+        """Also makes float32 mean float32 in convolutions, where torch's default is TF32: the rounded gradient of the
+        patch embedding turned the sign of Adam's first steps, and a run left that of a CPU after one update.
+        """
+        super().set_device(index)
+        torch.backends.cudnn.allow_tf32 = False
 
-    def rng_state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(state)
-
-    def peak_memory_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated()
-
-    def describe(self) -> str:
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    def versions(self) -> dict[str, str]:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        return {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version()), "NCCL": nccl}

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -74,15 +73,7 @@ def attention_forward(
             "npu_vlrl attention needs cu_seq_lens_q and cu_seq_lens_k (packed sequences) or a boolean attention_mask "
             f"[batch, 1, queries, keys]; {type(module).__name__} passed neither"
         )
-    output = F.scaled_dot_product_attention(
-        query_BHTD,
-        key_BKSD,
-        value_BKSD,
-        attn_mask=attention_mask,
-        scale=scale,
-        enable_gqa=query_BHTD.shape[1] != key_BKSD.shape[1],
-    )
-    return output.transpose(1, 2).contiguous(), None
+    return op("masked_attention")(query_BHTD, key_BKSD, value_BKSD, attention_mask, scale), None
 
 
 def _on_host(cumulative: Tensor | Sequence[int]) -> Sequence[int]:

@@ -1,7 +1,7 @@
 """The definition of every op, in plain PyTorch. Runs on any device and in float64, where tests compare against it.
 
-Suffix letters: T queries or rows, S keys, H query heads, K key heads, D head width (in attention); T rows, H hidden
-width, V vocabulary (in `logprob_entropy`).
+Suffix letters: B batch, T queries or rows, S keys, H query heads, K key heads, D head width (in attention, `rotary`);
+T rows, H hidden width, V vocabulary, C rows of a chunk (in `logprob_entropy`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from npu_vlrl.kernels.table import register
+from npu_vlrl.kernels.table import op, register
 
-# --- packed attention ------------------------------------------------------------------------------------------------
+# --- attention -------------------------------------------------------------------------------------------------------
 
 
 @register("varlen_attention")
@@ -35,8 +35,7 @@ def varlen_attention(
     is aligned at the end: the last query of a sequence sees all its keys. Raises ValueError when the lengths do not
     cover the tensors, or when a query would have no key to look at.
     """
-    q_lengths, k_lengths = _lengths("cu_q", cu_q, q_HTD), _lengths("cu_k", cu_k, k_KSD)
-    _check_pairs(q_lengths, k_lengths, causal)
+    q_lengths, k_lengths = checked_lengths(cu_q, cu_k, q_HTD.shape[1], k_KSD.shape[1], causal)
     if len(set(q_lengths)) == len(set(k_lengths)) == 1:
         q, k, v = (x.reshape(x.shape[0], len(q_lengths), -1, x.shape[2]).transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
         return _attend(q, k, v, causal, scale).flatten(0, 1)
@@ -56,25 +55,30 @@ def varlen_attention(
     return torch.cat(outputs) if outputs else q_HTD.transpose(0, 1)
 
 
-def _lengths(name: str, cumulative: Sequence[int], packed: Tensor) -> list[int]:
+def checked_lengths(
+    cu_q: Sequence[int], cu_k: Sequence[int], n_queries: int, n_keys: int, causal: bool
+) -> tuple[list[int], list[int]]:
+    """The lengths of sequences, in queries and in keys. Raises the errors of `varlen_attention`."""
+    q_lengths, k_lengths = _lengths("cu_q", cu_q, n_queries), _lengths("cu_k", cu_k, n_keys)
+    if len(q_lengths) != len(k_lengths):
+        raise ValueError(f"varlen_attention: cu_q has {len(q_lengths)} sequences, cu_k has {len(k_lengths)}")
+    for index, (queries, keys) in enumerate(zip(q_lengths, k_lengths, strict=True)):
+        if queries and keys < (queries if causal else 1):
+            raise ValueError(
+                f"varlen_attention: sequence {index} has {queries} queries and {keys} keys; "
+                "some query would have no key"
+            )
+    return q_lengths, k_lengths
+
+
+def _lengths(name: str, cumulative: Sequence[int], n_tokens: int) -> list[int]:
     lengths = [end - start for start, end in zip(cumulative, cumulative[1:], strict=False)]
-    if not cumulative or cumulative[0] != 0 or cumulative[-1] != packed.shape[1] or min(lengths, default=0) < 0:
+    if not cumulative or cumulative[0] != 0 or cumulative[-1] != n_tokens or min(lengths, default=0) < 0:
         raise ValueError(
-            f"varlen_attention: {name} must rise from 0 to {packed.shape[1]}, the number of tokens; "
+            f"varlen_attention: {name} must rise from 0 to {n_tokens}, the number of tokens; "
             f"it has {len(cumulative)} entries, first {list(cumulative[:1])}, last {list(cumulative[-1:])}"
         )
     return lengths
-
-
-def _check_pairs(q_lengths: list[int], k_lengths: list[int], causal: bool) -> None:
-    if len(q_lengths) != len(k_lengths):
-        raise ValueError(f"varlen_attention: cu_q has {len(q_lengths)} sequences, cu_k has {len(k_lengths)}")
-    for index, (n_queries, n_keys) in enumerate(zip(q_lengths, k_lengths, strict=True)):
-        if n_queries and n_keys < (n_queries if causal else 1):
-            raise ValueError(
-                f"varlen_attention: sequence {index} has {n_queries} queries and {n_keys} keys; "
-                "some query would have no key"
-            )
 
 
 def _attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, scale: float) -> Tensor:
@@ -93,6 +97,72 @@ def _attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, scale:
         enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
     )
     return output.transpose(1, 2)
+
+
+@register("masked_attention")
+def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: Tensor, scale: float) -> Tensor:
+    """Attention where each query sees the keys at which the bool mask is True. Returns [B, T, H, D].
+
+    What a query gets that sees no key is finite, and otherwise left open.
+    """
+    output = F.scaled_dot_product_attention(
+        q_BHTD,
+        k_BKSD,
+        v_BKSD,
+        attn_mask=mask_B1TS,
+        scale=scale,
+        enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
+    )
+    return output.transpose(1, 2)
+
+
+# --- parts of layers -------------------------------------------------------------------------------------------------
+
+
+@register("rms_norm")
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x²) + epsilon) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467).
+
+    Everything up to the product with `weight` is in float32; then it is rounded to the dtype of x.
+    """
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+@register("rotary")
+def rotary(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+    """x · cos + (-second half of x, first half of x) · sin, the same for all heads; returns [B, T, H, D] like x.
+
+    Computed in the wider dtype of x and cos. A cos with B = 1 serves all rows. Raises ValueError when cos or sin do not
+    cover x: half of the width is not enough, though half of it is a repetition.
+    """
+    check_rotary(x_BTHD, cos_BTD, sin_BTD)
+    first, second = x_BTHD.chunk(2, -1)
+    return (x_BTHD * cos_BTD[:, :, None] + torch.cat([-second, first], -1) * sin_BTD[:, :, None]).to(x_BTHD.dtype)
+
+
+def check_rotary(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> None:
+    rows, length, _, width = x_BTHD.shape
+    if cos_BTD.shape not in ((rows, length, width), (1, length, width)) or sin_BTD.shape != cos_BTD.shape or width % 2:
+        raise ValueError(
+            f"rotary: cos {list(cos_BTD.shape)} and sin {list(sin_BTD.shape)} must be [B or 1, T, D] for x "
+            f"[B, T, H, D] = {list(x_BTHD.shape)}, with an even D"
+        )
+
+
+@register("swiglu")
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up (Shazeer, arXiv 2002.05202); all three have one shape."""
+    return F.silu(gate) * up
+
+
+@register("patch_embed")
+def patch_embed(patches_PD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution over patches that do not overlap; D = channels · frames · height · width of a patch, flattened.
+
+    `weight` is [H, channels, frames, height, width], `bias` [H]. Returns [P, H].
+    """
+    return F.conv3d(patches_PD.unflatten(1, weight.shape[1:]), weight, bias).flatten(1)
 
 
 # --- log-probability and entropy from hidden states ------------------------------------------------------------------
@@ -186,10 +256,16 @@ class _LogprobEntropy(torch.autograd.Function):
             if grad_hidden_TH is not None:
                 grad_hidden_TH[rows] = grad_logits_CV @ weight_VH
             if grad_weight_VH is not None:
-                grad_weight_VH += grad_logits_CV.T @ hidden_TH[rows]
+                op("add_product")(grad_weight_VH, grad_logits_CV, hidden_TH[rows])
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_TH, grad_weight_VH, None, None, None, None
+
+
+@register("add_product")
+def add_product(total_VH: Tensor, left_CV: Tensor, right_CH: Tensor) -> None:
+    """total += left.T @ right, in place, where total may be wider than the others. Not differentiable."""
+    total_VH += left_CV.T @ right_CH
 
 
 def _logit_gradient(

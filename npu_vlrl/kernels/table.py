@@ -6,6 +6,7 @@ Models and losses ask for `op("name")` and never know which implementation they 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 Implementation = Callable[..., Any]
@@ -32,10 +33,15 @@ def register(name: str, platform: str = REFERENCE) -> Callable[[Implementation],
 
 
 def use(platform: str) -> None:
-    """Selects the implementations that `op` returns from now on. Raises ValueError for an unknown platform."""
+    """Selects the implementations that `op` returns from now on. Raises ValueError for an unknown platform.
+
+    The file that registers a platform's implementations is imported here, so no other platform pays for it.
+    """
     global _platform
     if platform not in PLATFORMS:
         raise ValueError(f"kernels: unknown platform {platform!r}; choose one of {', '.join(PLATFORMS)}")
+    if platform != REFERENCE:
+        import_module(f"npu_vlrl.kernels.{platform}")
     _platform = platform
 
 
@@ -48,3 +54,8 @@ def op(name: str) -> Implementation:
     """The active implementation of an op. Raises KeyError for a name that is not in the table."""
     implementations = _table[name]
     return implementations.get(_platform, implementations[REFERENCE])
+
+
+def reference_of(name: str) -> Implementation:
+    """The definition of an op, whatever is selected. Raises KeyError for a name that is not in the table."""
+    return _table[name][REFERENCE]

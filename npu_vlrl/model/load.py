@@ -26,7 +26,7 @@ from transformers import (
 
 from npu_vlrl.config import ConfigError, LoraConfig, ModelConfig
 from npu_vlrl.data.processor import ImageProcessor
-from npu_vlrl.kernels.attention import attach
+from npu_vlrl.kernels.modules import attach
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.tokens import special_tokens

@@ -12,16 +12,19 @@ ExportStyle = Literal["concat", "individual"]
 RewardMode = Literal["best", "last", "sum"]
 
 
-def trajectory_reward(turn_rewards: Sequence[float], mode: RewardMode, discount: float) -> float:
+def trajectory_reward(
+    turn_rewards: Sequence[float], answers: Sequence[bool], mode: RewardMode, discount: float
+) -> float:
     """One reward for an episode, with turns counted from 0.
 
-    `best`: max of discount^k r_k (the rule of AReaL's pull request 931); `last`: discount^(K-1) r_(K-1);
-    `sum`: sum of discount^k r_k. An episode without turns scores 0.
+    Over the turns that are `answers`, `best`: max of discount^k r_k (the rule of AReaL's pull request 931); `last`: that
+    of the last one; `sum`: sum of discount^k r_k. No answer scores 0. What the other turns earned by calling tools is
+    added in every mode, discount^k r_k each: a cost that only a worst turn could feel would cost nothing.
     """
     discounted = [discount**k * reward for k, reward in enumerate(turn_rewards)]
-    if not discounted:
-        return 0.0
-    return {"best": max(discounted), "last": discounted[-1], "sum": sum(discounted)}[mode]
+    answered = [reward for reward, answer in zip(discounted, answers, strict=True) if answer] or [0.0]
+    called = sum(reward for reward, answer in zip(discounted, answers, strict=True) if not answer)
+    return {"best": max(answered), "last": answered[-1], "sum": sum(answered)}[mode] + called
 
 
 def returns_to_go(turn_rewards: Sequence[float], discount: float) -> list[float]:
@@ -53,7 +56,8 @@ def _concat(trajectory: Trajectory, mode: RewardMode, discount: float, template:
     last = trajectory.turns[-1]
     segments = (*last.context, last.action)
     trained = tuple(i for i, segment in enumerate(segments) if segment.kind is SegmentKind.ACTION)
-    reward = trajectory_reward(trajectory.turn_rewards, mode, discount)
+    answers = [turn.verdict is not None for turn in trajectory.turns]
+    reward = trajectory_reward(trajectory.turn_rewards, answers, mode, discount)
     return [Sample(trajectory.id, trajectory.group, segments, trained, reward)]
 
 

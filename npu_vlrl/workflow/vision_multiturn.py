@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from npu_vlrl.config import WorkflowConfig
+from npu_vlrl.data.processor import MAX_ASPECT, ImageProcessor
 from npu_vlrl.types import (
     DataError,
     EngineSession,
     EpisodeStatus,
     Generation,
+    Image,
     Judge,
     JudgeError,
     Message,
@@ -26,7 +30,7 @@ from npu_vlrl.types import (
     Verdict,
 )
 from npu_vlrl.workflow.render import Conversation, Renderer
-from npu_vlrl.workflow.tools import Toolbox, ToolContext
+from npu_vlrl.workflow.tools import Frame, Toolbox, ToolContext
 from npu_vlrl.workflow.tools.describe import describe_tools
 from npu_vlrl.workflow.tools.hermes import ParsedCalls, parse_tool_calls
 
@@ -50,17 +54,25 @@ class VisionMultiTurnAgenticWorkflow:
     """Runs episodes of up to `max_turns` turns.
 
     A turn with a tool call gets the tool's text and images as observation. Any other turn is an answer: the judge
-    scores it, and an answer that `retry_when` selects gets feedback and another try.
+    scores it, and an answer that `retry_when` selects gets feedback and another try. Tools take positions in the pixels
+    that `processor` makes of a picture; without one (a text-only model), in those of the picture itself.
     """
 
     def __init__(
-        self, config: WorkflowConfig, renderer: Renderer, judge: Judge, toolbox: Toolbox, failed_reward: float = 0.0
+        self,
+        config: WorkflowConfig,
+        renderer: Renderer,
+        judge: Judge,
+        toolbox: Toolbox,
+        failed_reward: float = 0.0,
+        processor: ImageProcessor | None = None,
     ) -> None:
         self.config = config
         self.renderer = renderer
         self.judge = judge
         self.toolbox = toolbox
         self.failed_reward = failed_reward
+        self.processor = processor
         self._schemas = toolbox.schemas() if config.describe_tools else []
         self._native_tools = bool(self._schemas) and self._template_shows_tools()
 
@@ -108,7 +120,7 @@ class VisionMultiTurnAgenticWorkflow:
         conversation: Conversation,
         generation: Generation,
         budget: int,
-        images: tuple,
+        images: tuple[Image, ...],
         history: Sequence[Turn],
     ) -> Turn:
         """Makes a turn out of a generation: runs its tools, or has it judged."""
@@ -122,7 +134,7 @@ class VisionMultiTurnAgenticWorkflow:
         results: tuple[ToolResult, ...] = ()
         verdict, problem, feedback = None, None, None
         if parsed.calls or parsed.errors:
-            results = self._run_tools(task, parsed, images)
+            results = await asyncio.to_thread(self._run_tools, task, parsed, images)
             failed = any(result.error for result in results)
             reward = self.config.tool_error_reward if failed else self.config.tool_call_reward
         else:
@@ -140,13 +152,13 @@ class VisionMultiTurnAgenticWorkflow:
         )
         return Turn(conversation.context, action, text, verdict, parsed.calls, results, feedback, problem)
 
-    def _run_tools(self, task: Task, parsed: ParsedCalls, images: tuple) -> tuple[ToolResult, ...]:
-        context = ToolContext(task, images)
+    def _run_tools(self, task: Task, parsed: ParsedCalls, images: tuple[Image, ...]) -> tuple[ToolResult, ...]:
         results = []
         for call in parsed.calls:
-            result = self.toolbox.run(call, context)
+            frames = () if self.processor is None else tuple(seen_frame(self.processor, image) for image in images)
+            result = self.toolbox.run(call, ToolContext(task, images, frames))
             results.append(result)
-            context = ToolContext(task, (*context.images, *result.images))
+            images = (*images, *result.images)
         return (*results, *(ToolResult(error, error=True) for error in parsed.errors))
 
     async def _judge(self, task: Task, text: str, history: Sequence[Turn]) -> tuple[Verdict, str | None]:
@@ -195,6 +207,14 @@ class VisionMultiTurnAgenticWorkflow:
     def _template_shows_tools(self) -> bool:
         probe = [Message("user", ("x",))]
         return self.renderer.open(probe, self._schemas).text != self.renderer.open(probe).text
+
+
+def seen_frame(processor: ImageProcessor, image: Image) -> Frame:
+    """How a picture looks to the model of `processor`."""
+    _, rows, columns = processor.describe(image).grid
+    width, height = image.size
+    canvas = max(width, math.ceil(height / MAX_ASPECT)), max(height, math.ceil(width / MAX_ASPECT))
+    return Frame(image.size, canvas, (columns * processor.patch_size, rows * processor.patch_size))
 
 
 def _size(conversation: Conversation) -> int:

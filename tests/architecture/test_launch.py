@@ -2,61 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import stat
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from npu_vlrl.cli import main
-
-ROOT = Path(__file__).parents[2]
-
-# `-m venv … DIR` makes an environment whose python is this script again; pip fails while the file `offline` exists.
-FAKE_PYTHON = """#!/usr/bin/env bash
-case "$1 $2" in
-"-c "*) exit "${PYTHON_UNSUITABLE:-0}" ;;
-"--version "*) echo "Python 3.11.99"; exit ;;
-esac
-echo "$@" >>"$RECORD"
-case "$1 $2" in
-"-m venv") rm -rf "${@: -1}"; mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
-"-m pip") sleep "${PIP_SECONDS:-0}"; [[ ! -e offline ]] ;;
-"-m npu_vlrl") [[ $3 != data ]] || { mkdir -p "$6"; touch "$6/test.parquet"; }; [[ $3 != train ]] || exit 7 ;;
-esac
-"""
-
-
-class Checkout:
-    """A folder with the launch scripts and requirements, but no package."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root / "with a space"
-        shutil.copytree(ROOT / "launch", self.root / "launch")
-        for file in (*ROOT.glob("requirements-*.txt"), ROOT / "pyproject.toml"):
-            shutil.copy(file, self.root)
-        self.record = root / "record"
-        self.python = root / "python"
-        self.python.write_text(FAKE_PYTHON)
-        self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
-
-    def run(self, script: str, *arguments: str, **variables: str) -> tuple[int, list[str], str]:
-        """Exit code, what Python was asked for, and standard error."""
-        self.record.write_text("")
-        done = subprocess.run(
-            ["bash", self.root / "launch" / script, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd="/",  # any folder will do
-            env={**os.environ, "PYTHON": str(self.python), "RECORD": str(self.record), **variables},
-            check=False,
-        )
-        return done.returncode, self.record.read_text().splitlines(), done.stderr
+from tests.launch.checkout import ROOT, Checkout
 
 
 @pytest.fixture
@@ -71,7 +25,7 @@ def fresh_folder(line: str) -> str:
 
 
 def test_the_first_start_sets_up_makes_data_and_trains(checkout: Checkout) -> None:
-    code, asked, said = checkout.run("train_cpu.sh", "train.steps=3")
+    code, asked, said, _ = checkout.run("train_cpu.sh", "train.steps=3")
     assert code == 7  # the exit code of the training is that of the script
     assert asked[:4] == [
         "-m venv --clear .venv",
@@ -88,7 +42,7 @@ def test_the_first_start_sets_up_makes_data_and_trains(checkout: Checkout) -> No
 
 def test_the_second_start_only_trains(checkout: Checkout) -> None:
     checkout.run("train_cpu.sh")
-    _, asked, _ = checkout.run("train_cpu.sh")
+    _, asked, *_ = checkout.run("train_cpu.sh")
     assert [line.split(" --run-dir")[0] for line in asked] == ["-m npu_vlrl train --config configs/photo_tiny.yaml"]
 
 
@@ -97,23 +51,23 @@ def test_changed_requirements_set_up_again(checkout: Checkout, changed: str) -> 
     checkout.run("train_cpu.sh")
     with (checkout.root / changed).open("a") as file:
         file.write("# changed\n")
-    _, asked, _ = checkout.run("train_cpu.sh")
+    _, asked, *_ = checkout.run("train_cpu.sh")
     assert asked[0] == "-m venv --clear .venv"
 
 
 def test_a_moved_checkout_sets_up_again(checkout: Checkout) -> None:
     checkout.run("train_cpu.sh")
     checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
-    _, asked, _ = checkout.run("train_cpu.sh")
+    _, asked, *_ = checkout.run("train_cpu.sh")
     assert asked[0] == "-m venv --clear .venv"
 
 
 def test_an_interrupted_set_up_starts_afresh(checkout: Checkout) -> None:
     (checkout.root / "offline").touch()
-    code, asked, _ = checkout.run("train_cpu.sh")
+    code, asked, *_ = checkout.run("train_cpu.sh")
     assert code != 0 and asked[-1].endswith("-r requirements-cpu.txt")  # neither the project nor a training followed
     (checkout.root / "offline").unlink()
-    code, asked, _ = checkout.run("train_cpu.sh")
+    code, asked, *_ = checkout.run("train_cpu.sh")
     assert code == 7 and asked[0] == "-m venv --clear .venv"
 
 
@@ -134,14 +88,14 @@ def test_two_scripts_at_once_set_up_once(checkout: Checkout) -> None:
     ],
 )
 def test_the_new_folder_is_named_after_the_configuration(checkout: Checkout, arguments: list[str], name: str) -> None:
-    _, asked, _ = checkout.run("train_cpu.sh", *arguments)
+    _, asked, *_ = checkout.run("train_cpu.sh", *arguments)
     assert re.fullmatch(rf"runs/{name}-\d{{8}}-\d{{6}}", fresh_folder(asked[-1]))
     assert asked[-1].endswith(" ".join(arguments))
 
 
 @pytest.mark.parametrize("words", [["--run-dir", "x"], ["--run-dir=x"], ["run.dir=x", "run.if_exists=resume"]])
 def test_a_named_folder_is_left_alone(checkout: Checkout, words: list[str]) -> None:
-    _, asked, _ = checkout.run("train_cpu.sh", *words)
+    _, asked, *_ = checkout.run("train_cpu.sh", *words)
     assert asked[-1] == " ".join(["-m npu_vlrl train --config configs/photo_tiny.yaml", *words])
 
 
@@ -152,27 +106,22 @@ def test_an_unsuitable_python_is_named(checkout: Checkout, tmp_path: Path) -> No
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / tool).symlink_to(path)
     shutil.copy(checkout.python, tmp_path / "bin" / "python3")
-    code, asked, said = checkout.run("train_cpu.sh", PYTHON_UNSUITABLE="1", PATH=str(tmp_path / "bin"))
+    code, asked, said, _ = checkout.run("train_cpu.sh", PYTHON_UNSUITABLE="1", PATH=str(tmp_path / "bin"))
     assert (code, asked) == (2, [])
     assert said.startswith("train_cpu.sh: Python 3.11 or 3.12 with its venv module is needed, and Python 3.11.99 is")
     assert "PYTHON=/path/to/python3.11" in said
 
 
-def test_training_on_a_gpu_needs_one(checkout: Checkout, tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    smi = tools / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho No devices were found\n")
-    smi.chmod(0o755)
-    path = f"{tools}:{os.environ['PATH']}"
-    code, asked, said = checkout.run("train_gpu.sh", PATH=path)
+def test_training_on_a_gpu_needs_one(checkout: Checkout) -> None:
+    checkout.program("nvidia-smi", "#!/bin/sh\necho No devices were found\n")
+    code, asked, said, _ = checkout.run("train_gpu.sh")
     assert (code, asked) == (2, [])
     assert said == (
         "train_gpu.sh: no NVIDIA GPU found (nvidia-smi lists none); install its driver, or train with "
         "launch/train_cpu.sh\n"
     )
-    smi.write_text("#!/bin/sh\necho 'GPU 0: one of them'\n")
-    code, asked, _ = checkout.run("train_gpu.sh", "train.steps=1", PATH=path)
+    checkout.program("nvidia-smi", "#!/bin/sh\necho 'GPU 0: one of them'\n")
+    code, asked, *_ = checkout.run("train_gpu.sh", "train.steps=1")
     assert code == 7 and asked[:2] == [
         "-m venv --clear .venv-gpu",
         "-m pip install -qq --disable-pip-version-check -r requirements-gpu.txt",
@@ -180,15 +129,57 @@ def test_training_on_a_gpu_needs_one(checkout: Checkout, tmp_path: Path) -> None
 
 
 def test_chosen_tests_run_without_the_checks(checkout: Checkout) -> None:
-    _, asked, _ = checkout.run("test.sh", "tests/data", "-q")
+    _, asked, *_ = checkout.run("test.sh", "tests/data", "-q")
     assert asked[3:] == [
         "-m pip install -qq --disable-pip-version-check -r requirements-dev.txt",
         "-m pip install -qq --disable-pip-version-check -r requirements-test-data.txt --no-deps",
         "-m pytest tests/data -q",
     ]
-    _, asked, _ = checkout.run("test.sh")
+    _, asked, *_ = checkout.run("test.sh")
     assert [" ".join(line.split()[1:3]) for line in asked] == ["ruff check", "ruff format", "mypy", "pytest -q"]
     assert "--cov-fail-under=90" in asked[-1]
+
+
+@pytest.mark.parametrize(
+    ("switch", "environment", "requirements", "tests"),
+    [
+        (["--npu"], ".venv-npu", "requirements-npu.txt", "tests/npu -q -n 2"),
+        (["--triton"], ".venv-triton", "requirements-triton.txt", "tests/triton -q"),
+        (["--torch", "2.10.0"], ".venv-torch-2.10.0", "build/requirements-torch-2.10.0.txt", "-q -n 2"),
+    ],
+)
+def test_other_tests_have_an_environment_of_their_own(
+    checkout: Checkout, switch: list[str], environment: str, requirements: str, tests: str
+) -> None:
+    _, asked, *_ = checkout.run("test.sh", *switch, "-x")
+    assert asked[0] == f"-m venv --clear {environment}"
+    assert asked[1].endswith(f"-r {requirements}")
+    assert asked[-1] == f"-m pytest {tests} -x"
+
+
+def test_a_triton_that_torch_brought_gives_way(checkout: Checkout) -> None:
+    checkout.run("test.sh", "--triton")
+    (checkout.root / ".venv-triton" / "bin" / "packages" / "triton==3.5.0").touch()
+    _, asked, *_ = checkout.run("test.sh", "--triton")
+    assert asked == [
+        "-m pip uninstall -qq --yes triton",
+        "-m pip install -qq --disable-pip-version-check --no-deps --force-reinstall triton-ascend==3.2.0",
+        "-m pytest tests/triton -q",
+    ]
+
+
+def test_the_other_torch_comes_with_the_pins_of_an_ascend_host(checkout: Checkout) -> None:
+    checkout.run("test.sh", "--torch", "2.10.0")
+    pins = (checkout.root / "build" / "requirements-torch-2.10.0.txt").read_text().splitlines()
+    assert [pin for pin in pins if pin.startswith(("torch", "triton", "numpy", "pyarrow", "transformers"))] == [
+        "torch==2.10.0",
+        "numpy==1.26.4",
+        "transformers==5.24.0",
+        "pyarrow==21.0.0",
+    ]
+    assert not any("platform_machine" in pin for pin in pins if not pin.startswith("#"))
+    code, asked, said, _ = checkout.run("test.sh", "--torch", "2")
+    assert (code, asked) == (2, []) and "--torch needs a full version" in said
 
 
 @pytest.mark.parametrize("words", [["--run-dir", "b"], ["run.dir=b"]])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from npu_vlrl.rollout.inprocess import InProcessSession
+from npu_vlrl.rollout.rounds import Session
 from npu_vlrl.types import Generation
 from tests.support.episodes import Reply, Stage, task
 from tests.support.models import KINDS, is_vision, load, loaded, tiny_folder
@@ -21,7 +21,7 @@ def test_a_round_waits_for_every_open_session() -> None:
     stage = Stage(loaded(tiny_folder("qwen3")))
     context = prompt(stage, "up?")
 
-    async def late(session: InProcessSession) -> Generation:
+    async def late(session: Session) -> Generation:
         for _ in range(5):
             await asyncio.sleep(0)
         return await session.generate(context, params(1))
@@ -52,7 +52,7 @@ def test_an_episode_cancelled_while_it_waits_is_forgotten() -> None:
     context = prompt(stage, "up?")
     stays, cancelled, busy = (stage.engine.session() for _ in range(3))
 
-    async def episode(session: InProcessSession, seed: int) -> Generation:
+    async def episode(session: Session, seed: int) -> Generation:
         try:
             return await session.generate(context, params(seed))
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -31,7 +30,9 @@ from npu_vlrl.types import (
     Turn,
     Verdict,
 )
-from npu_vlrl.workflow.rewards import InlineJudge, JudgePool, make_judge, worker
+from npu_vlrl.workflow.rewards import InlineJudge, JudgePool, WeightedJudge, make_judge
+from npu_vlrl.workflow.workers.serve import serve
+from npu_vlrl.workflow.workers.wire import receive, send
 
 DEADLINE_S = 1.0
 RESTART_S = 6.0
@@ -42,7 +43,7 @@ def a_task(answer: str | None = "5", images: tuple[Image, ...] = (), **extra: ob
     return Task("t/1", (Message("user", (*images, "Find x.")),), answer, "test", extra)
 
 
-AnyJudge = JudgePool | InlineJudge
+AnyJudge = JudgePool | InlineJudge | WeightedJudge
 
 
 def judge(pool: AnyJudge, text: str, task: Task | None = None, history: tuple[Turn, ...] = ()) -> Verdict:
@@ -50,7 +51,7 @@ def judge(pool: AnyJudge, text: str, task: Task | None = None, history: tuple[Tu
 
 
 def pids(pool: JudgePool) -> list[int]:
-    return [worker._process.pid for worker in pool._workers if worker._process is not None]
+    return [worker._process.pid for worker in pool._pool._workers if worker._process is not None]
 
 
 def is_alive(pid: int) -> bool:
@@ -109,6 +110,8 @@ def test_golds(math_pool: JudgePool) -> None:
         math_pool.check_gold("\x0crac{36}{13}")
     with pytest.raises(DataError, match=r"gold answer '9\^\{9.*took longer than 1 s"):
         math_pool.check_gold("9^{9^{9^{9}}}")
+    with pytest.raises(DataError, match="cannot be judged: the rule 'math_verify' failed: raised TypeError"):
+        math_pool.check_gold(["5"])  # type: ignore[arg-type]  # not a string: the rule itself fails
     with pytest.raises(DataError, match="task t/1: the gold answer ''"):
         judge(math_pool, "\\boxed{5}", a_task(""))
     with pytest.raises(DataError, match="task t/1 has no answer"):
@@ -341,7 +344,7 @@ def test_workers_end_with_the_program_even_if_it_is_killed(user_file: Path) -> N
         "from npu_vlrl.types import Task\n"
         "from npu_vlrl.workflow.rewards import JudgePool\n"
         f"pool = JudgePool('python', {{'function': {str(user_file) + ':reward'!r}}}, 1, 1.0)\n"
-        "print(pool._workers[0]._process.pid, flush=True)\n"
+        "print(pool._pool._workers[0]._process.pid, flush=True)\n"
         "if sys.argv[1] == 'hang':\n"
         "    import threading\n"
         "    threading.Timer(0.5, lambda: os.kill(os.getpid(), 9)).start()\n"
@@ -376,15 +379,15 @@ def is_running(pid: int) -> bool:
 def test_what_a_worker_says_on_its_socket(user_file: Path) -> None:
     """The same loop, in a thread of this process."""
 
-    def talk(setup: dict, *requests: tuple[dict, list[bytes]]) -> list[dict]:
+    def talk(options: dict, *requests: tuple[dict, list[Image]]) -> list[dict]:
         ours, theirs = Pipe()
-        thread = threading.Thread(target=worker.serve, args=(theirs, {"deadline_s": 30.0, **setup}))
+        setup = {"service": "npu_vlrl.workflow.rewards.worker", "options": options, "deadline_s": 30.0}
+        thread = threading.Thread(target=serve, args=(theirs, setup))
         thread.start()
-        replies = [json.loads(ours.recv_bytes())]
-        for request, pixels in requests:
-            for frame in (json.dumps(request).encode(), *pixels):
-                ours.send_bytes(frame)
-            replies.append(json.loads(ours.recv_bytes()))
+        replies = [receive(ours)[0]]
+        for request, images in requests:
+            send(ours, request, images)
+            replies.append(receive(ours)[0])
         ours.close()
         thread.join(5)
         assert not thread.is_alive()
@@ -404,8 +407,9 @@ def test_what_a_worker_says_on_its_socket(user_file: Path) -> None:
     assert fault["error"].startswith("raised AttributeError")
 
     setup = {"rule": "python", "options": {"function": f"{user_file}:reward"}}
-    request = {"task": {"id": "t"}, "text": "raise", "history": [], "images": [[2, 1]]}
-    _, broken, seen = talk(setup, (request, [bytes(6)]), ({**request, "text": "look"}, [bytes([9] * 6)]))
+    request = {"task": {"id": "t"}, "text": "raise", "history": []}
+    nines = Image(np.full((1, 2, 3), 9, np.uint8))
+    _, broken, seen = talk(setup, (request, [nines]), ({**request, "text": "look"}, [nines]))
     assert "KeyError" in broken["error"]
     assert "('RGB', (2, 1), (9, 9, 9))" in seen["verdict"]["feedback"]
     (refused,) = talk({"rule": "python", "options": {"function": f"{user_file}:missing"}})
@@ -414,3 +418,5 @@ def test_what_a_worker_says_on_its_socket(user_file: Path) -> None:
     assert "no file" in refused["error"]
     (refused,) = talk({"rule": "python", "options": {"function": "nowhere"}})
     assert "does not name a function" in refused["error"]
+    (refused,) = talk({"rule": "python", "options": {}})
+    assert refused["error"] == "KeyError: 'function'"

@@ -10,7 +10,7 @@ from PIL import Image as Pillow
 
 from npu_vlrl.types import Image, Task, ToolCall, ToolResult
 from npu_vlrl.workflow.tools import Toolbox, ToolContext, parse_tool_calls
-from npu_vlrl.workflow.tools.rotate import MAX_PIXELS
+from npu_vlrl.workflow.tools.context import MAX_PIXELS
 
 RNG = np.random.default_rng(0)
 
@@ -63,7 +63,7 @@ def test_turning_again_and_again_ends_at_the_limit() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "reason"),
     [
-        ("rotat", {}, "no tool 'rotat'. Available: rotate(angle, image), look()"),
+        ("rotat", {}, "no tool 'rotat'. Available: rotate(angle, image, expand), look()"),
         ("", {}, "no tool ''"),
         ("rotate", {}, "'angle' is missing"),
         ("rotate", {"angle": "90"}, "'angle' must be a number, not '90'"),
@@ -76,7 +76,7 @@ def test_turning_again_and_again_ends_at_the_limit() -> None:
         ("rotate", {"angle": 90, "image": 1}, "no image 1 (they are numbered 0 to 0)"),
         ("rotate", {"angle": 90, "image": -1}, "no image -1"),
         ("rotate", {"angle": 90, "image": 10**400}, "no image 1000"),
-        ("rotate", {"angle": 90, "degrees": 1}, "'degrees' is not a parameter (there are: angle, image)"),
+        ("rotate", {"angle": 90, "degrees": 1}, "'degrees' is not a parameter (there are: angle, image, expand)"),
         ("look", {}, "nothing more to look at"),
         ("look", {"image": 0}, "'image' is not a parameter (there are: none)"),
     ],
@@ -112,6 +112,7 @@ def test_schemas() -> None:
     assert {name: value["type"] for name, value in parameters["properties"].items()} == {
         "angle": "number",
         "image": "integer",
+        "expand": "boolean",
     }
     assert "counter-clockwise" in parameters["properties"]["angle"]["description"]
     assert look["function"]["parameters"] == {"type": "object", "properties": {}, "required": []}
@@ -166,7 +167,9 @@ def test_users_tools(user_file: Path) -> None:
 def test_bad_names_fail_at_start(user_file: Path) -> None:
     with pytest.raises(ValueError, match="unknown tool 'rotat'; did you mean 'rotate'"):
         Toolbox(["rotat"])
-    with pytest.raises(ValueError, match=r"unknown tool 'zzz' \(known: rotate, look"):
+    with pytest.raises(
+        ValueError, match=r"unknown tool 'zzz' \(known: rotate, flip, crop, zoom, draw_bbox, draw_line, look"
+    ):
         Toolbox(["zzz"])
     with pytest.raises(ValueError, match="'rotate' is named twice"):
         Toolbox(["rotate", f"{user_file}:rotate"])

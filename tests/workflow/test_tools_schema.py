@@ -122,6 +122,32 @@ def test_any_json_is_answered_and_only_right_types_pass(arguments: dict[str, Any
         assert all(type(x) is int for point in arguments["points"] for x in point)
 
 
+def optional(
+    ctx: Any, a: int | None, b: Literal["x", "y"] | None = None, c: tuple[int, int] | None = None, d: float = 1.0
+) -> None:
+    """Doc."""
+
+
+def test_optional_values_take_null_where_none_is_in_the_type() -> None:
+    parameters = function_schema(optional)["function"]["parameters"]
+    assert parameters["required"] == ["a"]
+    assert parameters["properties"] == {
+        "a": {"type": ["integer", "null"]},
+        "b": {"type": ["string", "null"], "enum": ["x", "y", None]},
+        "c": {"type": ["array", "null"], "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+        "d": {"type": "number"},
+    }
+    for good in ({"a": None}, {"a": 1, "b": None, "c": None}, {"a": 1, "b": "x", "c": [1, 2], "d": 0.5}):
+        assert validate(good, parameters) == []
+    assert validate({"a": "1", "b": "z", "c": [1], "d": None}, parameters) == [
+        "'a' must be an integer, not '1'",
+        "'b' must be one of 'x', 'y', None, not 'z'",
+        "'c' must have 2 items, not 1",
+        "'d' must be a number, not None",
+    ]
+    assert validate({}, parameters) == ["'a' is missing"]
+
+
 def test_signatures_without_a_schema() -> None:
     def wordless(ctx: Any) -> None: ...
 
@@ -140,6 +166,9 @@ def test_signatures_without_a_schema() -> None:
     def many(ctx: Any, *a: int) -> None:
         """Doc."""
 
+    def either(ctx: Any, a: int | str | None) -> None:
+        """Doc."""
+
     def unknown(ctx: Any, a: NoSuchType) -> None:  # type: ignore[name-defined]  # noqa: F821
         """Doc."""
 
@@ -147,7 +176,7 @@ def test_signatures_without_a_schema() -> None:
         function_schema(wordless)
     with pytest.raises(ValueError, match="tool untyped, parameter a: it needs a type"):
         function_schema(untyped)
-    for function in (mapping, mixed, literals):
+    for function in (mapping, mixed, literals, either):
         with pytest.raises(ValueError, match=f"tool {function.__name__}, parameter a: the type .* has no schema"):
             function_schema(function)
     with pytest.raises(ValueError, match="parameter a: it must be a plain named parameter"):

@@ -23,6 +23,7 @@ from tests.support.scripted import (
     flat,
     picture,
     play,
+    processor,
     workflow,
 )
 
@@ -229,3 +230,42 @@ def test_published_templates(name: str) -> None:
         messages, tools = [system, user, answer, shown], None
     assert list(flat(script.contexts[0])) == reference_ids(name, messages[:2], tools)
     assert list(flat(script.contexts[1])) == reference_ids(name, messages, tools)
+
+
+def crop(box: list[float], image: int = 0) -> str:
+    return f'<tool_call>{{"name": "crop", "arguments": {{"bbox": {box}, "image": {image}}}}}</tool_call>'
+
+
+def test_boxes_are_in_the_pixels_that_the_model_saw_also_of_results() -> None:
+    """A picture of 40 x 100 becomes 28 x 112 for the tiny model; its lower half, 40 x 50, becomes 28 x 56."""
+    stored = Image(np.random.default_rng(0).integers(0, 256, (100, 40, 3), dtype=np.uint8))
+    task = a_task(stored, "?")
+    lines = [crop([0, 56, 28, 112]) + crop([14, 0, 28, 28], 1), crop([7, 14, 14, 28], 1), "up"]
+    flow = workflow(Verdicts([RIGHT]), max_turns=3, tools=("crop",), describe_tools=False)
+    flow.processor = processor()
+    episode = play(flow, lines, task)
+    assert [image.grid for image in episode.turns[1].context[-1].images] == [(1, 4, 2), (1, 2, 2)]
+    half, quarter = (result.images[0] for result in episode.turns[0].tool_results)
+    assert half == Image(stored.rgb[50:].copy())
+    assert quarter == Image(stored.rgb[50:75, 20:].copy())
+    (later,) = episode.turns[1].tool_results[0].images
+    assert later == Image(stored.rgb[50 + 12 : 50 + 25, 10:20].copy())  # rows 12.5 to 25 of the half
+
+
+def test_boxes_are_in_stored_pixels_where_no_processor_changes_them() -> None:
+    stored = picture(100)
+    episode = play(
+        workflow(Verdicts([RIGHT]), tools=("crop",), describe_tools=False),
+        [crop([90, 0, 100, 10]), "up"],
+        a_task(stored, "?"),
+    )
+    assert episode.turns[0].tool_results[0].images == (Image(stored.rgb[:10, 90:].copy()),)
+
+
+def test_a_box_outside_of_what_was_seen_is_told_with_the_limits() -> None:
+    flow = workflow(Verdicts([RIGHT]), tools=("crop",), describe_tools=False, tool_error_reward=-0.5)
+    flow.processor = processor()
+    episode = play(flow, [crop([0, 0, 40, 100]), "up"], a_task(Image(np.zeros((100, 40, 3), np.uint8)), "?"))
+    (told,) = episode.turns[0].tool_results
+    assert told.error and "must be [left, top, right, bottom] inside [0, 0, 28, 112]" in told.text
+    assert episode.turn_rewards == (-0.5, 1.0)

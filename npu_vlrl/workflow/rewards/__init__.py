@@ -1,7 +1,7 @@
 """Rules that score an answer, by name.
 
 A rule is a module with `score(answer, text, **options) -> Verdict` and `check_gold(answer, **options)`, both pure and
-synchronous. The exception is `python`, which calls a function of the user's.
+synchronous. The exceptions are `python`, which calls a function of the user's, and `weighted`, a sum of other rules.
 """
 
 from __future__ import annotations
@@ -9,34 +9,45 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from npu_vlrl.workflow.rewards.pool import InlineJudge, JudgePool
-from npu_vlrl.workflow.rewards.userfile import is_spec
+from npu_vlrl.workflow.rewards.weighted import WeightedJudge, make_weighted
+from npu_vlrl.workflow.workers import is_spec
+
+__all__ = ["INLINE", "RULES", "InlineJudge", "JudgePool", "WeightedJudge", "make_judge"]
 
 RULES = {
     "math_verify": "npu_vlrl.workflow.rewards.math_verify",
     "geometry3k": "npu_vlrl.workflow.rewards.geometry3k",
     "tagged": "npu_vlrl.workflow.rewards.tagged",
+    "rotation_broad": "npu_vlrl.workflow.rewards.rotation_broad",
+    "rotation_strict": "npu_vlrl.workflow.rewards.rotation_strict",
     "python": "npu_vlrl.workflow.rewards.python",
 }
 
-INLINE = frozenset({"tagged"})
+INLINE = frozenset({"tagged", "rotation_broad", "rotation_strict"})
 """Rules whose time is linear in the text, so that they need no process of their own."""
 
 
-def make_judge(rule: str, options: Mapping[str, Any], workers: int, deadline_s: float) -> InlineJudge | JudgePool:
+def make_judge(
+    rule: str, options: Mapping[str, Any], workers: int, deadline_s: float
+) -> InlineJudge | JudgePool | WeightedJudge:
     """The judge for a rule of `RULES`; `path/to/file.py:function` is short for `python` with that `function`.
 
+    `weighted` sums other rules (see `make_weighted`), each with `workers` processes where it needs any.
     `check_gold(answer)` of the result raises DataError for an answer that cannot be judged against; `close()` it.
     Raises ValueError for an unknown rule or option, or an option's value that the rule refuses.
     """
     if is_spec(rule):
         rule, options = "python", {"function": rule, **options}
+    if rule == "weighted":
+        _check_options(rule, options, {"terms", "solved_by"})
+        return make_weighted(options, lambda name, its: make_judge(name, its, workers, deadline_s))
     if rule not in RULES:
-        raise ValueError(_unknown("reward rule", rule, RULES))
+        raise ValueError(_unknown("reward rule", rule, [*RULES, "weighted"]))
     if rule == "python":
         _check_options(rule, options, {"function"})
         if not isinstance(options.get("function"), str):
@@ -53,10 +64,11 @@ def make_judge(rule: str, options: Mapping[str, Any], workers: int, deadline_s: 
 def _check_options(rule: str, options: Mapping[str, Any], known: set[str]) -> None:
     for name in options:
         if name not in known:
-            raise ValueError(_unknown(f"option of the rule {rule!r}:", name, known))
+            raise ValueError(_unknown(f"option of the rule {rule!r}:", name, sorted(known)))
 
 
-def _unknown(what: str, name: str, known: Mapping[str, Any] | set[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"unknown {what} {name!r}{hint} (known: {', '.join(sorted(known)) or 'none'})"
+    return f"unknown {what} {name!r}{hint} (known: {', '.join(names) or 'none'})"

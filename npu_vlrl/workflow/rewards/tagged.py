@@ -20,7 +20,7 @@ def score(answer: str, text: str, *, format_weight: float = 0.1, choices: Sequen
         raise ValueError(f"format_weight is {format_weight!r}; it must be a number from 0 to 1")
     if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(f"choices is {choices!r}; it must be a list of strings (quote numbers and yes/no)")
-    content = _last_tag(text)
+    content = last_tag(text)
     right = content is not None and bool(content) and content == _plain(answer)
     formatted = content is not None and _is_one_tag(text) and _allowed(content, choices)
     terms = {"accuracy": (1 - format_weight) * right, "format": format_weight * formatted}
@@ -43,7 +43,7 @@ def _allowed(content: str, choices: Sequence[str]) -> bool:
     return not choices or content in map(_plain, choices)
 
 
-def _last_tag(text: str) -> str | None:
+def last_tag(text: str) -> str | None:
     end = text.rfind(CLOSE)
     start = text.rfind(OPEN, 0, max(end, 0))
     return _plain(text[start + len(OPEN) : end]) if start >= 0 else None

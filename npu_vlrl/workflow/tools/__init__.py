@@ -1,41 +1,64 @@
 """Tools that the model may call, by name.
 
 A tool is one function `(ctx: ToolContext, **typed arguments) -> ToolResult` with a docstring, in a file of its own. Its
-schema is derived from its signature. It raises ToolError for what the model asked wrongly.
+schema is derived from its signature. It raises ToolError for what the model asked wrongly. The tools of this package
+take bounded time and run in place; users' own run in worker processes with a deadline.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from npu_vlrl.types import ToolCall, ToolResult
-from npu_vlrl.workflow.rewards.userfile import is_spec, load_function
 from npu_vlrl.workflow.tools.context import ToolContext, ToolError
+from npu_vlrl.workflow.tools.crop import crop
+from npu_vlrl.workflow.tools.draw_bbox import draw_bbox
+from npu_vlrl.workflow.tools.draw_line import draw_line
+from npu_vlrl.workflow.tools.flip import flip
+from npu_vlrl.workflow.tools.frame import Frame
 from npu_vlrl.workflow.tools.hermes import ParsedCalls, parse_tool_calls
+from npu_vlrl.workflow.tools.invoke import ToolFunction, invoke
 from npu_vlrl.workflow.tools.look import look
 from npu_vlrl.workflow.tools.rotate import rotate
 from npu_vlrl.workflow.tools.schema import function_schema, validate
+from npu_vlrl.workflow.tools.user import UserTool
+from npu_vlrl.workflow.tools.zoom import zoom
+from npu_vlrl.workflow.workers import check_limits, is_spec
 
-__all__ = ["TOOLS", "ParsedCalls", "ToolContext", "ToolError", "Toolbox", "parse_tool_calls"]
+__all__ = ["TOOLS", "Frame", "ParsedCalls", "ToolContext", "ToolError", "Toolbox", "parse_tool_calls"]
 
-ToolFunction = Callable[..., ToolResult]
+TOOLS: dict[str, ToolFunction] = {
+    "rotate": rotate,
+    "flip": flip,
+    "crop": crop,
+    "zoom": zoom,
+    "draw_bbox": draw_bbox,
+    "draw_line": draw_line,
+    "look": look,
+}
 
-TOOLS: dict[str, ToolFunction] = {"rotate": rotate, "look": look}
 
-
-@dataclass(frozen=True)
-class _Tool:
-    function: ToolFunction
+class _Tool(Protocol):
     schema: dict[str, Any]
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        parameters: dict[str, Any] = self.schema["function"]["parameters"]
-        return parameters
+    def run(self, ctx: ToolContext, arguments: Mapping[str, Any]) -> ToolResult: ...
+
+    def close(self) -> None: ...
+
+
+class _BuiltIn:
+    def __init__(self, function: ToolFunction) -> None:
+        self._function = function
+        self.schema = function_schema(function)
+
+    def run(self, ctx: ToolContext, arguments: Mapping[str, Any]) -> ToolResult:
+        return invoke(self._function.__name__, self._function, ctx, arguments)
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 class Toolbox:
@@ -44,56 +67,63 @@ class Toolbox:
     Example: `Toolbox(["rotate"]).run(ToolCall("rotate", {"angle": 90}), ToolContext(task, task.images)).images[0]`
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], workers: int = 1, deadline_s: float = 10.0) -> None:
         """`names`: keys of `TOOLS`, or `path/to/file.py:function` for the user's own.
 
-        Raises ValueError for an unknown or repeated name, a missing file or function, or a signature without schema.
+        A user's tool gets up to `workers` processes, and `deadline_s` seconds a call. Raises ValueError for an unknown
+        or repeated name, a missing file or function, a signature without schema, or a bad number.
         """
+        check_limits("tool", workers, deadline_s)
         self._tools: dict[str, _Tool] = {}
-        for name in names:
-            function = _find(name)
-            if function.__name__ in self._tools:
-                raise ValueError(f"the tool {function.__name__!r} is named twice; a name can mean one tool only")
-            self._tools[function.__name__] = _Tool(function, function_schema(function))
+        try:
+            for name in names:
+                self._add(UserTool(name, workers, deadline_s) if is_spec(name) else _BuiltIn(_find(name)))
+        except ValueError:
+            self.close()
+            raise
 
     def schemas(self) -> list[dict[str, Any]]:
         """OpenAI function schemas, for the chat template."""
         return [copy.deepcopy(tool.schema) for tool in self._tools.values()]
 
     def run(self, call: ToolCall, ctx: ToolContext) -> ToolResult:
-        """Runs a call that a model wrote. Never raises: what goes wrong is told to the model as an error result."""
+        """Runs a call that a model wrote; usable from any thread. What goes wrong is told to the model as an error.
+
+        Blocks. Raises ValueError only when the process of a user's tool cannot be started any more.
+        """
         tool = self._tools.get(call.name)
         if tool is None:
             return ToolResult(f"There is no tool {call.name[:80]!r}. Available: {self._describe()}.", error=True)
-        problems = validate(call.arguments, tool.parameters)
+        problems = validate(call.arguments, _parameters(tool))
         if problems:
             return ToolResult(f"{call.name}: {'; '.join(problems)}.", error=True)
-        try:
-            result = tool.function(ctx, **_tuples(tool.function, call.arguments))
-        except ToolError as error:
-            return ToolResult(f"{call.name}: {error}.", error=True)
-        except Exception as error:  # a user's tool met arguments that it did not expect
-            return ToolResult(f"{call.name} failed: {type(error).__name__}: {error}.", error=True)
-        if not isinstance(result, ToolResult):
-            return ToolResult(f"{call.name} failed: it returned {type(result).__name__}, no result.", error=True)
-        return result
+        return tool.run(ctx, call.arguments)
+
+    def close(self) -> None:
+        """Ends the processes of users' tools."""
+        for tool in self._tools.values():
+            tool.close()
+
+    def _add(self, tool: _Tool) -> None:
+        name = tool.schema["function"]["name"]
+        if name in self._tools:
+            tool.close()
+            raise ValueError(f"the tool {name!r} is named twice; a name can mean one tool only")
+        self._tools[name] = tool
 
     def _describe(self) -> str:
-        signatures = [f"{name}({', '.join(tool.parameters['properties'])})" for name, tool in self._tools.items()]
+        signatures = [f"{name}({', '.join(_parameters(tool)['properties'])})" for name, tool in self._tools.items()]
         return ", ".join(signatures) or "none"
 
 
+def _parameters(tool: _Tool) -> dict[str, Any]:
+    parameters: dict[str, Any] = tool.schema["function"]["parameters"]
+    return parameters
+
+
 def _find(name: str) -> ToolFunction:
-    if is_spec(name):
-        return load_function(name)
     if name not in TOOLS:
         nearest = difflib.get_close_matches(name, TOOLS, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise ValueError(f"unknown tool {name!r}{hint} (known: {', '.join(TOOLS)}; your own: path/to/file.py:function)")
     return TOOLS[name]
-
-
-def _tuples(function: ToolFunction, arguments: Any) -> dict[str, Any]:
-    """JSON has lists only; a parameter typed as a tuple gets one."""
-    hints = get_type_hints(function)
-    return {key: tuple(value) if get_origin(hints[key]) is tuple else value for key, value in arguments.items()}

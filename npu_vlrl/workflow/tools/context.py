@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from npu_vlrl.types import Image, Task
+from npu_vlrl.workflow.tools.frame import Frame, ToolError
 
+__all__ = ["MAX_PIXELS", "ToolContext", "ToolError", "check_pixels"]
 
-class ToolError(ValueError):
-    """The model asked for something impossible; the message is told to the model."""
+MAX_PIXELS = 2**24
+"""Of a picture that a tool makes larger; without a limit a model could double it with every call."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class ToolContext:
     task: Task
     images: tuple[Image, ...]
     """All images of the trajectory, in the order the model saw them; a tool's first result gets number len(images)."""
+    frames: tuple[Frame, ...] = ()
+    """How the model saw each image; empty when it saw them as they are stored."""
 
     def image(self, number: int) -> Image:
         """Raises ToolError when there is no image of that number (there are no negative ones)."""
@@ -28,3 +32,17 @@ class ToolContext:
             return self.images[number]
         there = f"they are numbered 0 to {len(self.images) - 1}" if self.images else "there are none"
         raise ToolError(f"there is no image {number} ({there})")
+
+    def frame(self, number: int) -> Frame:
+        """Maps positions that the model gave to pixels of `image(number)`; raises ToolError as `image` does."""
+        image = self.image(number)
+        return self.frames[number] if self.frames else Frame.unchanged(image.size)
+
+
+def check_pixels(width: float, height: float, remedy: str) -> None:
+    """Raises ToolError, with the limit and the `remedy`, when a result would have more than `MAX_PIXELS`."""
+    if width * height > MAX_PIXELS:
+        raise ToolError(
+            f"the result would have {width * height / 1e6:.1f} million pixels; the limit is {MAX_PIXELS / 1e6:.1f} "
+            f"million. {remedy}"
+        )

@@ -9,7 +9,8 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _ARTICLES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
@@ -19,9 +20,10 @@ _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """The schema of a tool `function(ctx, name: type = default, …)`; its first parameter is not the model's.
 
-    Types: int, float, str, bool, Literal, list[…], and tuple[…] of one type (its length becomes minItems and
-    maxItems). A parameter with a default is not required. The docstring gives the description, and a line `name: text`
-    under `Args:` that of a parameter. Raises ValueError for anything else, or without a docstring.
+    Types: int, float, str, bool, Literal, list[…], tuple[…] of one type (its length becomes minItems and maxItems),
+    and any of these `| None` (which also takes null). A parameter with a default is not required. The docstring gives
+    the description, and a line `name: text` under `Args:` that of a parameter. Raises ValueError for anything else, or
+    without a docstring.
     """
     name = function.__name__
     description, arguments = _read_docstring(function)
@@ -56,12 +58,16 @@ def _type_schema(annotation: Any, where: str) -> dict[str, Any]:
         return {"type": _SCALARS[type(arguments[0])], "enum": list(arguments)}
     if origin is list:
         return {"type": "array", "items": _type_schema(arguments[0], where)}
+    if origin in (Union, UnionType) and len(arguments) == 2 and type(None) in arguments:
+        schema = _type_schema(next(kind for kind in arguments if kind is not type(None)), where)
+        null = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
+        return {**schema, "type": [schema["type"], "null"], **null}
     if origin is tuple and len(set(arguments)) == 1:
         size = len(arguments)
         return {"type": "array", "items": _type_schema(arguments[0], where), "minItems": size, "maxItems": size}
     raise ValueError(
         f"{where}: the type {annotation} has no schema; use int, float, str, bool, Literal, list[…] or a tuple of "
-        "one type, such as tuple[float, float]"
+        "one type, such as tuple[float, float], or one of these and None"
     )
 
 
@@ -98,10 +104,15 @@ def validate(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> list[st
 
 
 def _check(value: Any, schema: Mapping[str, Any], path: str) -> list[str]:
-    if schema["type"] == "array":
+    kind = schema["type"]
+    if isinstance(kind, list):  # the type, or null
+        if value is None:
+            return []
+        kind = kind[0]
+    if kind == "array":
         return _check_array(value, schema, path)
-    if not _is_a(value, schema["type"]):
-        return [f"{path!r} must be {_ARTICLES[schema['type']]}, not {_shorten(value)}"]
+    if not _is_a(value, kind):
+        return [f"{path!r} must be {_ARTICLES[kind]}, not {_shorten(value)}"]
     if value not in schema.get("enum", [value]):
         return [f"{path!r} must be one of {', '.join(map(repr, schema['enum']))}, not {_shorten(value)}"]
     return []

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Asks pip whether the pinned requirements still resolve to wheels, for machines of each kind; installs nothing.
+# All of them:  bash launch/check_requirements.sh
+# Chosen ones:  bash launch/check_requirements.sh requirements-npu.txt:aarch64 …
+# shellcheck source=launch/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+# pip takes wheels for another machine by --platform, but markers such as platform_machine == "aarch64" it evaluates
+# for the machine it runs on: so it is told that it runs on the other one.
+pip_as() { # MACHINE ARGUMENT...
+    "$python" -c '
+import platform, runpy, sys
+machine = sys.argv.pop(1)
+platform.machine = lambda: machine
+runpy.run_module("pip", run_name="__main__")' "$@"
+}
+
+resolves() { # REQUIREMENTS MACHINE
+    local glibc platforms=(--platform "manylinux2014_$2")
+    for glibc in 17 24 26 27 28 31 34 35; do # pip takes each exactly as it is named
+        platforms+=(--platform "manylinux_2_${glibc}_$2")
+    done
+    pip_as "$2" install --dry-run -qq --disable-pip-version-check --ignore-installed --report - \
+        --only-binary=:all: "${platforms[@]}" --python-version 3.11 --implementation cp --target build/none \
+        -r "$1" >build/report.json
+    "$python" -c '
+import json, sys
+for package in json.load(open("build/report.json"))["install"]:
+    print(" ", package["metadata"]["name"] + "==" + package["metadata"]["version"], end="")
+print()'
+}
+
+python=$(find_python)
+mkdir -p build
+(($#)) || set -- requirements-cpu.txt:x86_64 requirements-cpu.txt:aarch64 requirements-gpu.txt:x86_64 \
+    requirements-npu.txt:x86_64 requirements-npu.txt:aarch64 requirements-vllm-ascend.txt:aarch64
+broken=()
+for pair in "$@"; do
+    file=${pair%:*} machine=${pair##*:}
+    [[ -f $file && $machine =~ ^(x86_64|aarch64)$ ]] || fail "$pair is not FILE:x86_64 or FILE:aarch64"
+    echo "$file on $machine"
+    resolves "$file" "$machine" || broken+=("$pair")
+done
+((${#broken[@]} == 0)) || {
+    echo "do not resolve: ${broken[*]} (pip's reason stands above)" >&2
+    exit 1
+}

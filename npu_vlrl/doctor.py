@@ -1,0 +1,215 @@
+"""`npu-vlrl doctor`: what this machine offers, and whether it computes and communicates correctly right now."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform as host
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from npu_vlrl import __version__, kernels
+from npu_vlrl.hardware import PLATFORMS, VARIABLE, HardwareError, Platform, collective, select
+from npu_vlrl.kernels import parity
+from npu_vlrl.report.console import printable
+
+COLLECTIVE_S = 90.0
+"""Two processes import torch and the vendor's libraries; the sum itself takes milliseconds."""
+
+GOOD, CHECK_FAILED, NO_HARDWARE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tried. A failed one says the remedy."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str | None = None
+
+
+def doctor(as_json: bool) -> int:
+    """Prints the report. Returns 0 when all is good, 1 when a check failed, 2 without the hardware asked for."""
+    report = diagnose()
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _show(report, Console(highlight=False, soft_wrap=True))
+    return report["exit_code"]
+
+
+def diagnose() -> dict[str, Any]:
+    """The report. Its keys are stable: `exit_code`, `platform` (None without one), `problem` (why there is none),
+    `platforms` (for each the reason why it cannot be used, or None), `versions`, `devices`, `environment`, `warnings`,
+    `kernels` (for each op the implementation that runs) and `checks`.
+    """
+    everyone = {name: make() for name, make in PLATFORMS.items()}
+    report: dict[str, Any] = {
+        "exit_code": GOOD,
+        "platform": None,
+        "problem": None,
+        "platforms": {name: platform.missing() for name, platform in everyone.items()},
+        "versions": _versions(list(everyone.values())),
+        "devices": [],
+        "environment": {n: v for p in everyone.values() for n, v in p.environment().items()},
+        "warnings": [warning for p in everyone.values() for warning in p.warnings()],
+        "kernels": {},
+        "checks": [],
+    }
+    if os.environ.get(VARIABLE):
+        report["environment"][VARIABLE] = os.environ[VARIABLE]
+    try:
+        platform = select()
+    except HardwareError as error:
+        return report | {"problem": str(error), "exit_code": NO_HARDWARE}
+    kernels.use(platform.kernels)
+    checks = [asdict(check) for check in _checks(platform)]
+    return report | {
+        "exit_code": GOOD if all(check["ok"] for check in checks) else CHECK_FAILED,
+        "platform": platform.name,
+        "versions": report["versions"] | platform.versions(),
+        "devices": [_device(platform, index) for index in range(platform.device_count())],
+        "kernels": kernels.active(),
+        "checks": checks,
+    }
+
+
+def _versions(platforms: list[Platform]) -> dict[str, str]:
+    found = {"python": host.python_version(), "npu_vlrl": __version__}
+    for package in dict.fromkeys(["torch", "transformers", *(name for p in platforms for name in p.packages)]):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _device(platform: Platform, index: int) -> dict[str, Any]:
+    try:
+        memory = platform.memory(index)
+    except RuntimeError:  # a device that does not answer; its check says so
+        memory = None
+    peak = platform.peak(index)
+    return {
+        "index": index,
+        "physical": platform.physical_id(index),
+        "name": platform.device_name(index),
+        "memory_free_bytes": memory and memory.free,
+        "memory_total_bytes": memory and memory.total,
+        "peak_bf16_flops": peak and peak.flops,
+        "peak_bytes_per_second": peak and peak.bandwidth,
+    }
+
+
+def _checks(platform: Platform) -> Iterator[Check]:
+    for index in range(platform.device_count()):
+        yield _tried(f"device {index}", partial(_compute, platform, index), "look at it with the vendor's tool")
+    yield _tried("streams", partial(_streams, platform), "update the driver")
+    yield from _kernel_checks(platform)
+    yield _tried(
+        "collective",
+        partial(_collective, platform),
+        "see that nothing keeps this machine's processes from talking",
+    )
+
+
+def _tried(name: str, attempt: Callable[[], str], remedy: str) -> Check:
+    """`attempt` returns what it saw, or raises what went wrong."""
+    try:
+        return Check(name, True, attempt())
+    except (RuntimeError, NotImplementedError) as error:
+        return Check(name, False, str(error).strip() or type(error).__name__, remedy)
+
+
+def _compute(platform: Platform, index: int) -> str:
+    platform.set_device(index)
+    numbers = torch.arange(1, 101, dtype=torch.float32, device=platform.device(index))
+    _expect("the sum of 1 to 100", numbers.sum().item(), 5050.0)
+    return f"{platform.device_name(index)}: adds up"
+
+
+def _streams(platform: Platform) -> str:
+    """Work on a second stream, between events, is seen by the first."""
+    platform.set_device(0)
+    second = platform.stream()
+    if second is None:
+        return "none on this platform: everything runs in order"
+    numbers = torch.arange(1, 101, dtype=torch.float32, device=platform.device())
+    first = torch.accelerator.current_stream()
+    second.wait_event(first.record_event())
+    with platform.on(second):
+        doubled = numbers * 2
+    first.wait_event(second.record_event())
+    _expect("the sum of what a second stream doubled", doubled.sum().item(), 10100.0)
+    return "two streams, ordered by events"
+
+
+def _expect(what: str, found: float, wanted: float) -> None:
+    if found != wanted:
+        raise HardwareError(f"{what} is {found} and not {wanted}")
+
+
+def _kernel_checks(platform: Platform) -> Iterator[Check]:
+    remedy = "compare the versions with those of docs/ascend.md; results of a run with this kernel would be wrong"
+    try:
+        results = parity.check(platform.device())
+    except (RuntimeError, NotImplementedError) as error:
+        yield Check("kernels", False, str(error).strip() or type(error).__name__, remedy)
+        return
+    for op, forward, backward, tolerance, ok in results:
+        detail = f"forward {forward:.1e}, backward {backward:.1e} from the reference; {tolerance:.1e} is allowed"
+        yield Check(f"kernel {op}", ok, detail, None if ok else remedy)
+
+
+def _collective(platform: Platform) -> str:
+    collective.check(platform, COLLECTIVE_S)
+    name, wanted = collective.backend(platform), platform.process_group_backend
+    found = f"{collective.SIZE} processes, {name}"
+    return found if name == wanted else f"{found} on the host alone, since {wanted} needs a device for each"
+
+
+def _show(report: dict[str, Any], console: Console) -> None:
+    """Tables for people."""
+    chosen = report["platform"]
+    _table(console, "platforms", ((n, "usable" if why is None else why) for n, why in report["platforms"].items()))
+    _table(console, "versions", report["versions"].items())
+    _table(console, "devices", ((str(d["index"]), _device_line(d)) for d in report["devices"]))
+    _table(console, "environment", report["environment"].items())
+    _table(console, "kernels", report["kernels"].items())
+    _table(console, "checks", ((c["name"], _check_line(c)) for c in report["checks"]))
+    for warning in report["warnings"]:
+        console.print(Text(printable(f"warning: {warning}")))
+    verdict = {
+        GOOD: f"all good: trains on {chosen}",
+        CHECK_FAILED: f"{sum(not c['ok'] for c in report['checks'])} checks failed on {chosen}",
+        NO_HARDWARE: f"cannot train: {report['problem']}",
+    }
+    console.print(Text(printable(verdict[report["exit_code"]])))
+
+
+def _table(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(Text(printable(name)), Text(printable(value)))
+    if table.row_count:
+        console.print(table)
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    line = f"{device['name']}, physical {device['physical']}"
+    if device["memory_total_bytes"] is not None:
+        line += f", {device['memory_free_bytes'] / 2**30:.1f} of {device['memory_total_bytes'] / 2**30:.1f} GiB free"
+    return line
+
+
+def _check_line(check: dict[str, Any]) -> str:
+    return f"ok: {check['detail']}" if check["ok"] else f"FAILED: {check['detail']}; {check['remedy']}"

@@ -1,0 +1,82 @@
+"""What CUDA and Ascend devices have in common: torch answers for both under the same names."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from npu_vlrl.hardware.base import HardwareError, Memory, Platform
+
+
+class Accelerator(Platform):
+    """Devices with memory, streams and a random generator of their own."""
+
+    tool: str
+    """The vendor's command that shows devices."""
+
+    @abstractmethod
+    def api(self) -> Any:
+        """`torch.cuda` or its like."""
+
+    def device(self, index: int = 0) -> torch.device:
+        self.api()
+        return torch.device(self.name, index)
+
+    def device_count(self) -> int:
+        return self.api().device_count()
+
+    def device_name(self, index: int = 0) -> str:
+        return self.api().get_device_name(index)
+
+    def physical_id(self, index: int) -> str:
+        visible = self.visible_devices()
+        return str(index) if visible is None else visible[index]
+
+    def visible_devices(self) -> list[str] | None:
+        """The entries of the visible-devices variable, None when it is not set."""
+        assert self.visible_devices_variable is not None
+        value = os.environ.get(self.visible_devices_variable)
+        return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
+
+    def set_device(self, index: int) -> None:
+        count = self.device_count()
+        if not 0 <= index < count:
+            raise HardwareError(
+                f"{self.name} device {index} is not there: {count} visible; start at most {count} processes on this "
+                f"machine, or let {self.visible_devices_variable} show more"
+            )
+        try:
+            self.api().set_device(index)
+            self.api().synchronize()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise HardwareError(
+                f"{self.name} device {index} (physical {self.physical_id(index)}) does not answer: {reason}; look at "
+                f"its state with {self.tool}, and reset it or leave it out with {self.visible_devices_variable}"
+            ) from error
+
+    def synchronize(self) -> None:
+        self.api().synchronize()
+
+    def stream(self) -> torch.Stream:
+        return self.api().Stream()
+
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        return self.api().stream(stream)
+
+    def rng_state(self) -> torch.Tensor:
+        return self.api().get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.api().set_rng_state(state)
+
+    def peak_memory_bytes(self) -> int:
+        return self.api().max_memory_allocated()
+
+    def memory(self, index: int = 0) -> Memory:
+        free, total = self.api().mem_get_info(index)
+        return Memory(free, total)

@@ -1,0 +1,218 @@
+"""Ascend NPUs, through torch_npu. `load_torch_npu()` imports it, or hides it where it cannot be used."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import os
+import re
+import sys
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_vlrl.hardware.accelerator import Accelerator
+from npu_vlrl.hardware.base import HardwareError, Peak, Setting
+
+LIBRARIES = ("libascendcl.so", "libhccl.so")
+"""Of CANN: the runtime and the collectives. torch_npu links both."""
+
+DEVICE_FILES = "/dev/davinci[0-9]*"
+"""What the driver makes, one a device; a container has those that were handed to it."""
+
+INSTALL_DRIVER = "install the driver and firmware, or hand the devices to the container"
+
+DRIVER_VERSION = "/usr/local/Ascend/driver/version.info"
+
+PEAK_SOURCE = "press and cloud providers; no data sheet of the maker"
+
+PAIRS = ("2.9.0", "2.10.0", "2.13.0")
+"""Versions of torch and torch_npu that this project was tried with."""
+
+
+class NpuPlatform(Accelerator):
+    name = "npu"
+    kernels = "npu"
+    collective_backend = "hccl"
+    process_group_backend = "cpu:gloo,npu:hccl"
+    visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
+    ray_resource = "NPU"
+    tool = "npu-smi info"
+    packages = ("torch_npu", "triton-ascend", "mindspeed", "vllm-ascend", "ray")
+    watched = ("ASCEND_", "HCCL_", "PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF", "GLOO_")
+    cautions = {
+        ("TASK_QUEUE_ENABLE", "2"): "clashes with graph mode (torch.compile, captured graphs); set 1 to use those",
+        ("TASK_QUEUE_ENABLE", "0"): "every operation is launched in turn, which is slow; unset it to train",
+        ("ASCEND_LAUNCH_BLOCKING", "1"): "every operation is waited for, to find errors; unset it to train",
+        ("HCCL_OP_EXPANSION_MODE", "AIV"): "on Atlas A2 that is for inference with one communicator; unset it to train",
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"): "`import torch` fails wherever CANN is not set up; unset it",
+    }
+    launch_environment = {
+        "PYTORCH_NPU_ALLOC_CONF": Setting(
+            "expandable_segments:True", "lengths change from step to step; segments that grow do not fragment"
+        ),
+        "TASK_QUEUE_ENABLE": Setting("1", "a second thread launches; 2 is faster, takes more memory, forbids graphs"),
+        "CPU_AFFINITY_CONF": Setting("1", "a process stays on the cores that are near to its device"),
+        "HCCL_CONNECT_TIMEOUT": Setting("600", "seconds; loading a large model from a slow disk takes over HCCL's 120"),
+    }
+    # Totals; the matrix units alone reach 354e12 (B2, 9392) and 295e12 (B3). A 910C is two devices named 9392.
+    peaks = {
+        "Ascend910B2": Peak(376e12, 1.6e12, PEAK_SOURCE),
+        "Ascend910B3": Peak(313e12, 1.6e12, PEAK_SOURCE),
+        "Ascend910_9392": Peak(376e12, 1.6e12, PEAK_SOURCE),
+    }
+
+    def api(self) -> Any:
+        problem = load_torch_npu()
+        if problem:
+            raise HardwareError(problem)
+        return torch.npu  # type: ignore[attr-defined]
+
+    def missing(self) -> str | None:
+        """The first that is missing of: torch_npu, a torch of its version, driver, CANN, visible devices, a device."""
+        return load_torch_npu() or self._no_device()
+
+    def _no_device(self) -> str | None:
+        variable = self.visible_devices_variable
+        try:
+            visible = self.visible_devices()
+            count = self.api().device_count()
+        except HardwareError as error:
+            return str(error)
+        except RuntimeError as error:
+            return _no_driver() or f"CANN cannot count the NPUs: {_first_line(error)}; look at `{self.tool}`"
+        if visible == []:
+            return f"{variable} is empty, which hides every NPU; unset it, or name devices, e.g. {variable}=0,1"
+        if visible is not None and count < len(visible):
+            return (
+                f"{variable}={','.join(visible)} names {len(visible)} NPUs, but only {count} of them can be found; "
+                f"name what `{self.tool}` shows, or unset it"
+            )
+        if count == 0:
+            return _no_driver() or f"CANN finds no NPU although there are {DEVICE_FILES}; look at `{self.tool}`"
+        return None
+
+    def visible_devices(self) -> list[str] | None:
+        """Raises HardwareError for a value that CANN would not take, or would cut short without a word."""
+        variable, value = self.visible_devices_variable, os.environ.get(self.visible_devices_variable)
+        if not value:
+            return None if value is None else []
+        if not re.fullmatch(r"\d+(,\d+)*", value):
+            raise HardwareError(
+                f"{variable}={value} is not a list of device numbers; write them with commas alone, e.g. "
+                f"{variable}=0,1,2,3: CANN knows no ranges and drops all that follows another character"
+            )
+        numbers = [int(part) for part in value.split(",")]
+        ascending = sorted(set(numbers))
+        if numbers != ascending:
+            raise HardwareError(
+                f"{variable}={value} does not ascend, as CANN needs it; write "
+                f"{variable}={','.join(map(str, ascending))}"
+            )
+        return [str(number) for number in numbers]
+
+    def versions(self) -> dict[str, str]:
+        from torch_npu.npu.utils import get_cann_version
+
+        cann = get_cann_version("CANN") or f"unknown (its runtime interface is {_runtime_version()})"
+        return {"CANN": cann, "Ascend driver": _driver_version()}
+
+    def warnings(self) -> list[str]:
+        found = super().warnings()
+        base = _base_version("torch_npu")
+        mismatch = base and _unsupported_pair()
+        if mismatch:
+            found.append(mismatch)
+        elif base is not None and base not in PAIRS:
+            found.append(f"torch_npu {base} was not tried with this project; {', '.join(PAIRS)} were")
+        return found
+
+
+@cache
+def load_torch_npu() -> str | None:
+    """Imports torch_npu where it is installed, once. Returns why it cannot be used.
+
+    Then it is hidden, as if it were not installed: transformers and peft import it wherever they find it, and would
+    fail with it.
+    """
+    if _installed("torch_npu") is None:
+        return "torch_npu is not installed; run launch/install_npu.sh, or install requirements-npu.txt"
+    problem = _unsupported_pair() or _import_error()
+    if problem:
+        sys.modules["torch_npu"] = None  # type: ignore[assignment]
+    return problem
+
+
+def _import_error() -> str | None:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # it prints warnings, and programs read our standard output
+            import torch_npu  # noqa: F401
+    except Exception as error:  # whatever a foreign import raises is the reason
+        return _unloadable() or (
+            f"torch_npu does not load: {_first_line(error)}; its version must suit torch's and CANN's (docs/ascend.md)"
+        )
+    return None
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _base_version(package: str) -> str | None:
+    """`2.10.0` of `2.10.0.post4`, `2.10.0rc1` and `2.10.0+cpu`."""
+    found = re.match(r"\d+(\.\d+)*", _installed(package) or "")
+    return found and found[0]
+
+
+def _unsupported_pair() -> str | None:
+    """Read from the installed packages: a wrong pair may crash when it is imported, and says nothing that helps."""
+    ours, wanted = _base_version("torch"), _base_version("torch_npu")
+    if ours == wanted:
+        return None
+    return (
+        f"torch_npu {_installed('torch_npu')} needs torch {wanted}, and torch {_installed('torch')} is installed; "
+        f"install a pair of one version: pip install torch=={wanted} torch_npu=={_installed('torch_npu')}"
+    )
+
+
+def _unloadable() -> str | None:
+    """Tells a missing driver from a missing CANN by what the loader says, and by the driver's device files."""
+    try:
+        for library in LIBRARIES:
+            ctypes.CDLL(library)
+    except OSError as error:
+        if "libascend_hal" in str(error):
+            return f"the Ascend driver's libraries do not load ({error}); {INSTALL_DRIVER}"
+        return _no_driver() or (
+            f"CANN does not load ({error}); install CANN's toolkit and kernels, and source its set_env.sh in this shell"
+        )
+    return None
+
+
+def _no_driver() -> str | None:
+    if glob.glob(DEVICE_FILES):
+        return None
+    return f"there is no Ascend driver or device (no {DEVICE_FILES}); {INSTALL_DRIVER}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _runtime_version() -> str:
+    parts = [ctypes.c_int32() for _ in range(3)]
+    ctypes.CDLL(LIBRARIES[0]).aclrtGetVersion(*(ctypes.byref(part) for part in parts))
+    return ".".join(str(part.value) for part in parts)
+
+
+def _driver_version() -> str:
+    file = Path(DRIVER_VERSION)
+    found = re.search(r"^Version=(\S+)", file.read_text(), re.MULTILINE) if file.is_file() else None
+    return found[1] if found else f"unknown (no {DRIVER_VERSION})"

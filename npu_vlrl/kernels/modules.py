@@ -1,0 +1,114 @@
+"""Puts the op table into transformers models: attention, and the parts of layers that the platform computes itself.
+
+Where the active platform has no implementation of its own, the models stay as transformers wrote them. Modules keep
+their class, parameters and names; only their `forward` is another, so that checkpoints, adapters and copies do not
+notice.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from npu_vlrl.kernels import attention, reference
+from npu_vlrl.kernels.table import REFERENCE, active, op
+
+_patched_files: set[str] = set()
+
+
+def attach(model: Any) -> None:
+    """Makes a built transformers model of the Qwen family use the op table. Raises the errors of `attention.attach`.
+
+    Call it after `kernels.use`, and before adapters are added.
+    """
+    attention.attach(model)
+    fused = {name for name, platform in active().items() if platform != REFERENCE}
+    for module in model.modules():
+        for name, suits, forward in _FORWARDS:
+            if name in fused and suits(module):
+                module.forward = MethodType(forward, module)
+    if "rotary" in fused:
+        for file in {type(module).__module__ for module in model.modules()}:
+            _patch_rotary(file)
+
+
+# --- modules ---------------------------------------------------------------------------------------------------------
+
+
+def _is_rms_norm(module: Any) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+
+
+def _rms_norm(module: Any, x: Tensor) -> Tensor:
+    return op("rms_norm")(x, module.weight, module.variance_epsilon)
+
+
+def _is_swiglu(module: Any) -> bool:
+    parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
+    return all(hasattr(module, part) for part in parts) and isinstance(module.act_fn, (nn.SiLU, type(ACT2FN["silu"])))
+
+
+def _swiglu(module: Any, x: Tensor) -> Tensor:
+    return module.down_proj(op("swiglu")(module.gate_proj(x), module.up_proj(x)))
+
+
+def _is_patch_embed(module: Any) -> bool:
+    proj = getattr(module, "proj", None)
+    return isinstance(proj, nn.Conv3d) and proj.kernel_size == proj.stride
+
+
+def _patch_embed(module: Any, patches: Tensor) -> Tensor:
+    proj = module.proj
+    flat = patches.reshape(-1, proj.weight[0].numel()).to(proj.weight.dtype)
+    return op("patch_embed")(flat, proj.weight, proj.bias)
+
+
+_FORWARDS: tuple[tuple[str, Callable[[Any], bool], Callable[..., Tensor]], ...] = (
+    ("rms_norm", _is_rms_norm, _rms_norm),
+    ("swiglu", _is_swiglu, _swiglu),
+    ("patch_embed", _is_patch_embed, _patch_embed),
+)
+
+# --- rotary embedding ------------------------------------------------------------------------------------------------
+
+
+def _patch_rotary(file: str) -> None:
+    """Replaces the functions of one of transformers' files that apply the embedding.
+
+    They are called by name from long attention forwards that differ from release to release, so the name is the place
+    that holds. Other models of the file call it as well: what is on a CPU, or meets no implementation but the
+    reference, goes on to transformers' own function.
+    """
+    if file in _patched_files:
+        return
+    module = sys.modules[file]
+    for name, rotate in (("apply_rotary_pos_emb", _rotate_text), ("apply_rotary_pos_emb_vision", _rotate_vision)):
+        if hasattr(module, name):
+            setattr(module, name, _dispatching(getattr(module, name), rotate))
+    _patched_files.add(file)
+
+
+def _dispatching(original: Callable[..., Any], rotate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
+        if more or q.device.type == "cpu" or op("rotary") is reference.rotary:
+            return original(q, k, cos, sin, **more)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    return apply
+
+
+def _rotate_text(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+    """Heads are still behind tokens in memory, and attention over packed sequences wants them there: no copies."""
+    return op("rotary")(x_BHTD.transpose(1, 2), cos_BTD, sin_BTD).transpose(1, 2)
+
+
+def _rotate_vision(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """In float32, as transformers does it."""
+    return op("rotary")(x_THD[None], cos_TD[None].float(), sin_TD[None].float())[0]

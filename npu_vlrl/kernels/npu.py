@@ -1,0 +1,167 @@
+"""Implementations for Ascend NPUs, by the fused operators of torch_npu.
+
+Imports without torch_npu: its operators are looked up when they are called, and a device exists only once it is loaded.
+The limits in this file are those of CANN's documents of the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npu_vlrl.kernels import mindspeed, reference, triton_logprob
+from npu_vlrl.kernels.table import register
+
+MOST_SEQUENCES = 2048
+"""That one packed call takes. Windows of a few large images are more."""
+
+SEE_MASK, SEE_PAST = 1, 3
+"""Sparse modes: the mask that is given, and causal, aligned at the end."""
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+@register("varlen_attention", "npu")
+def varlen_attention(
+    q_HTD: Tensor,
+    k_KSD: Tensor,
+    v_KSD: Tensor,
+    cu_q: Sequence[int],
+    cu_k: Sequence[int],
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """As `reference.varlen_attention`: sequences of one length as a batch (BNSD), others packed (TND)."""
+    packing = _packing(tuple(cu_q), tuple(cu_k), q_HTD.shape[1], k_KSD.shape[1], causal)
+    options = (
+        {"scale": scale, "atten_mask": _future(q_HTD.device), "sparse_mode": SEE_PAST} if causal else {"scale": scale}
+    )
+    if packing.batch:
+        q, k, v = (x.unflatten(1, (packing.batch, -1)).transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
+        return _fused(q, k, v, len(q_HTD), "BNSD", **options).transpose(1, 2).flatten(0, 1)
+    q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
+    outputs = [
+        _fused(
+            q[call.queries],
+            k[call.keys],
+            v[call.keys],
+            len(q_HTD),
+            "TND",
+            actual_seq_qlen=call.query_ends,
+            actual_seq_kvlen=call.key_ends,
+            **options,
+        )
+        for call in packing.calls
+    ]
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0] if outputs else q
+
+
+@register("masked_attention", "npu")
+def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: Tensor, scale: float) -> Tensor:
+    """As `reference.masked_attention`. The operator's mask is the opposite of ours: True hides."""
+    heads = q_BHTD.shape[1]
+    output = _fused(q_BHTD, k_BKSD, v_BKSD, heads, "BNSD", scale=scale, atten_mask=~mask_B1TS, sparse_mode=SEE_MASK)
+    return output.transpose(1, 2)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str, **options: Any) -> Tensor:
+    return torch.ops.npu.npu_fusion_attention(q, k, v, heads, layout, **options)[0]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Which tokens one packed call takes, and where its sequences end, counted from the first of these tokens."""
+
+    queries: slice
+    keys: slice
+    query_ends: list[int]
+    key_ends: list[int]
+
+
+@dataclass(frozen=True)
+class _Packing:
+    batch: int
+    """How many sequences there are, when all have the same lengths; else 0."""
+    calls: tuple[_Call, ...]
+
+
+@lru_cache(maxsize=64)
+def _packing(cu_q: tuple[int, ...], cu_k: tuple[int, ...], n_queries: int, n_keys: int, causal: bool) -> _Packing:
+    """All layers of a forward pass ask the same; checking thousands of windows each time would take milliseconds.
+
+    An empty sequence stays in the list: it ends where the one before it ends.
+    """
+    q_lengths, k_lengths = reference.checked_lengths(cu_q, cu_k, n_queries, n_keys, causal)
+    if n_queries and len(set(q_lengths)) == len(set(k_lengths)) == 1:
+        return _Packing(len(q_lengths), ())
+    calls = []
+    for first in range(0, len(q_lengths), MOST_SEQUENCES):
+        ends = slice(first + 1, first + 1 + MOST_SEQUENCES)
+        query_ends, key_ends = ([end - cu[first] for end in cu[ends]] for cu in (cu_q, cu_k))
+        queries = slice(cu_q[first], cu_q[first] + query_ends[-1])
+        calls.append(_Call(queries, slice(cu_k[first], cu_k[first] + key_ends[-1]), query_ends, key_ends))
+    return _Packing(0, tuple(call for call in calls if call.query_ends[-1]))
+
+
+@lru_cache
+def _future(device: torch.device) -> Tensor:
+    """The compressed causal mask, of this size for all lengths. True hides."""
+    with torch.inference_mode(False):  # else the first call inside it would make one that autograd refuses later
+        return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
+
+
+# --- parts of layers -------------------------------------------------------------------------------------------------
+
+
+@register("rms_norm", "npu")
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """As `reference.rms_norm`, rounded once: the product with `weight` is in float32, too."""
+    return torch.ops.npu.npu_rms_norm(x, weight, epsilon)[0]
+
+
+@register("rotary", "npu")
+def rotary(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+    """As `reference.rotary`. Rows are joined to one: the operator takes fewer than 1000, but any length."""
+    reference.check_rotary(x_BTHD, cos_BTD, sin_BTD)
+    wide = torch.promote_types(x_BTHD.dtype, cos_BTD.dtype)  # the operator wants one dtype
+    cos, sin = (x.to(wide).expand(len(x_BTHD), -1, -1).flatten(0, 1)[None, :, None] for x in (cos_BTD, sin_BTD))
+    rotated = torch.ops.npu.npu_rotary_mul(x_BTHD.to(wide).flatten(0, 1)[None], cos, sin)
+    return rotated.view(x_BTHD.shape).to(x_BTHD.dtype)
+
+
+@register("swiglu", "npu")
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.ops.npu.npu_swiglu(torch.cat([gate, up], -1), -1)
+
+
+@register("patch_embed", "npu")
+def patch_embed(patches_PD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same sums as a matrix product: convolutions in bfloat16 are missing or rounded on some versions of CANN."""
+    return F.linear(patches_PD, weight.flatten(1), bias)
+
+
+# --- log-probability and entropy -------------------------------------------------------------------------------------
+
+if triton_logprob.available("ascend"):
+
+    @register("logprob_entropy", "npu")
+    def logprob_entropy(
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        targets_T: Tensor,
+        temperature: float = 1.0,
+        forbidden_V: Tensor | None = None,
+        chunk: int = 1024,
+    ) -> tuple[Tensor, Tensor]:
+        """By Triton, or by the reference where that is not suitable."""
+        chosen = triton_logprob if triton_logprob.suitable(hidden_TH) else reference
+        return chosen.logprob_entropy(hidden_TH, weight_VH, targets_T, temperature, forbidden_V, chunk)
+
+
+mindspeed.register_offers()

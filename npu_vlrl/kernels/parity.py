@@ -1,0 +1,132 @@
+"""Compares every op as it runs on a device with the reference on the host, forward and backward, on small inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from npu_vlrl.kernels.table import Implementation, op, reference_of
+
+TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
+"""Of the largest value. Devices may multiply float32 with 11 bits of mantissa, and bfloat16 has 8; an implementation
+that is wrong is off by far more."""
+
+
+class Parity(NamedTuple):
+    """Errors are the largest difference from the reference, divided by the largest value that it has.
+
+    Example: Parity("rms_norm", 1e-7, 3e-7, 2e-3, True)
+    """
+
+    op: str
+    forward: float
+    backward: float
+    tolerance: float
+    ok: bool
+
+
+class Case(NamedTuple):
+    """Inputs drawn from a normal distribution, and a call of an op with them. Those that it detaches get no gradient.
+
+    Example: Case("swiglu", ((3, 8), (3, 8)), lambda run, gate, up: run(gate, up))
+    """
+
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    call: Callable[..., Any]
+
+
+def check(device: torch.device) -> list[Parity]:
+    """One line for each op in float32, and one named "OP in bfloat16". Raises what an op raises that does not run."""
+    names = sorted({case.op for case in CASES})
+    return [_compare(name, device, dtype) for dtype in TOLERANCES for name in names]
+
+
+def _compare(name: str, device: torch.device, dtype: torch.dtype) -> Parity:
+    forward = backward = 0.0
+    for case in CASES:
+        if case.op == name:
+            ours = _run(case, op(name), device, dtype)
+            theirs = _run(case, reference_of(name), torch.device("cpu"), dtype)
+            forward = max(forward, _error(ours[0], theirs[0]))
+            backward = max(backward, _error(ours[1], theirs[1]))
+    tolerance = TOLERANCES[dtype]
+    label = name if dtype == torch.float32 else f"{name} in {str(dtype).removeprefix('torch.')}"
+    return Parity(label, forward, backward, tolerance, max(forward, backward) <= tolerance)
+
+
+def _run(
+    case: Case, run: Implementation, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(outputs, gradients of the inputs that have one)"""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in case.shapes]
+    inputs = [x.to(device).requires_grad_() for x in drawn]
+    found = case.call(run, *inputs)
+    outputs = list(found) if isinstance(found, tuple) else [found]
+    if outputs[0].requires_grad:
+        weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(x) for x in outputs]
+        torch.autograd.backward(outputs, weights)
+    return [x.detach() for x in outputs], [x.grad for x in inputs if x.grad is not None]
+
+
+def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Infinite for what is not a number, which would compare as no larger than anything."""
+    pairs = [(a.cpu().double(), b.double()) for a, b in zip(ours, theirs, strict=True)]
+    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
+    return max((error if error == error else float("inf") for error in errors), default=0.0)
+
+
+# --- the cases -------------------------------------------------------------------------------------------------------
+
+
+def _varlen(cu: list[int], causal: bool) -> Callable[..., Tensor]:
+    return lambda run, q, k, v: run(q, k, v, cu, cu, causal, 0.25)
+
+
+def _masked(run: Implementation, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows of 5 and 7 keys, padded on the left; the 3 queries are their last tokens."""
+    keys = torch.arange(7)
+    own = torch.stack([keys >= 2, keys >= 0])[:, None, None]
+    return run(q, k, v, (own & (keys <= torch.arange(4, 7)[:, None])).to(q.device), 0.25)
+
+
+def _rotary(run: Implementation, x: Tensor, dtype: torch.dtype) -> Tensor:
+    angles = torch.arange(x.shape[1])[:, None] / 10 ** torch.arange(x.shape[3] // 2)
+    angles = torch.cat([angles, angles], -1)[None]
+    return run(x, angles.cos().to(x.device, dtype), angles.sin().to(x.device, dtype))
+
+
+def _logprob_entropy(run: Implementation, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    targets = torch.arange(len(hidden), device=hidden.device) * 3
+    forbidden = torch.arange(len(weight), device=weight.device) == 4
+    return run(hidden, weight, targets, 0.7, forbidden, 4)
+
+
+def _add_product(run: Implementation, total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    total = total.detach().float().clone()
+    run(total, left.detach(), right.detach())
+    return total
+
+
+_PACKED = ((4, 12, 16), (2, 12, 16), (2, 12, 16))
+
+CASES = (
+    Case("varlen_attention", _PACKED, _varlen([0, 3, 4, 12], True)),
+    Case("varlen_attention", _PACKED, _varlen([0, 3, 4, 12], False)),
+    Case("varlen_attention", _PACKED, _varlen([0, 6, 12], True)),
+    Case("varlen_attention", _PACKED, _varlen([0, 6, 12], False)),
+    Case("masked_attention", ((2, 4, 3, 16), (2, 2, 7, 16), (2, 2, 7, 16)), _masked),
+    Case("rms_norm", ((5, 32), (32,)), lambda run, x, weight: run(x, weight, 1e-6)),
+    Case("rotary", ((2, 5, 4, 16),), lambda run, x: _rotary(run, x, x.dtype)),
+    Case("rotary", ((1, 5, 4, 80),), lambda run, x: _rotary(run, x, torch.float32)),
+    Case("swiglu", ((5, 32), (5, 32)), lambda run, gate, up: run(gate, up)),
+    Case(
+        "patch_embed", ((6, 24), (16, 3, 2, 2, 2), (16,)), lambda run, patches, weight, bias: run(patches, weight, bias)
+    ),
+    Case("logprob_entropy", ((9, 32), (40, 32)), _logprob_entropy),
+    Case("add_product", ((8, 16), (5, 8), (5, 16)), _add_product),
+)

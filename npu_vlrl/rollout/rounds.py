@@ -1,0 +1,149 @@
+"""What every engine has in common: sessions, and the rounds that their turns are sampled in.
+
+A round starts when every open session has asked for its turn, and holds their requests in the order in which the
+sessions were opened. What is in a round depends on the requests alone, never on timing, so a run repeats exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from npu_vlrl.types import Generation, ImageInput, SamplingParams, Segment
+
+
+class EngineError(RuntimeError):
+    """An engine process could not do what it was asked; the message names the process."""
+
+
+@dataclass
+class EngineCounts:
+    """Work done so far; what sharing saved is `requested - prefilled`."""
+
+    tokens_requested: int = 0
+    """Context tokens of all requests."""
+    tokens_prefilled: int = 0
+    """Context tokens that were really computed."""
+    tokens_decoded: int = 0
+    turns: int = 0
+    images_referenced: int = 0
+    """Pictures that were asked for, by engines with vision features of their own; the others share the learner's."""
+    images_encoded: int = 0
+    """Those of them that went through the tower."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One turn to sample."""
+
+    session: int
+    token_ids: tuple[int, ...]
+    images: tuple[ImageInput, ...]
+    sampling: SamplingParams
+
+    def prompt(self) -> tuple[object, ...]:
+        """Equal for requests with the same tokens and pictures, such as the first turns of a group."""
+        return self.token_ids, tuple(image.image.hash for image in self.images)
+
+
+Outcome = Generation | Exception
+"""What became of a request; a ValueError is the fault of the request alone."""
+
+
+class Session:
+    """See `types.EngineSession`. Sessions are numbered in the order in which they are opened."""
+
+    def __init__(self, engine: RoundEngine, number: int) -> None:
+        self.engine = engine
+        self.number = number
+
+    async def generate(self, context: Sequence[Segment], sampling: SamplingParams) -> Generation:
+        token_ids = tuple(token for segment in context for token in segment.token_ids)
+        images = tuple(image for segment in context for image in segment.images)
+        if not token_ids or sampling.max_new_tokens < 1:
+            raise ValueError("a generation needs a context and at least one new token")
+        return await self.engine.ask(Request(self.number, token_ids, images, sampling))
+
+    def close(self) -> None:
+        self.engine.close_session(self.number)
+
+
+class RoundEngine(ABC):
+    """See `types.Engine`. One event loop at a time may use it."""
+
+    def __init__(self) -> None:
+        self.weight_version = 0
+        self.counts = EngineCounts()
+        self._numbers = itertools.count()
+        self._open: set[int] = set()
+        self._waiting: dict[int, tuple[Request, asyncio.Future[Generation]]] = {}
+        self._rounds: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    async def play(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Samples the turns of a round, all at once; returns what became of each request, in order."""
+
+    @abstractmethod
+    def weights_changed(self, version: int) -> dict[str, float]:
+        """Tells that the learner's weights are now those of `version`; call it between rounds.
+
+        Returns what the transfer cost, as metrics; nothing where the weights are shared.
+        """
+
+    @abstractmethod
+    def forget_features(self) -> None:
+        """Empties the cache of vision features, as it is when a run is resumed."""
+
+    @abstractmethod
+    def forget_session(self, number: int) -> None:
+        """Drops what is kept of a session between its turns."""
+
+    def session(self) -> Session:
+        session = Session(self, next(self._numbers))
+        self._open.add(session.number)
+        return session
+
+    async def ask(self, request: Request) -> Generation:
+        assert request.session in self._open, "the session is closed"
+        assert request.session not in self._waiting, "the session waits for its turn already"
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting[request.session] = request, answer
+        self._start_when_full()
+        return await answer
+
+    def close_session(self, number: int) -> None:
+        if number in self._open:
+            self._open.discard(number)
+            self._waiting.pop(number, None)
+            self.forget_session(number)
+            self._start_when_full()
+
+    def _is_full(self) -> bool:
+        return bool(self._waiting) and len(self._waiting) == len(self._open)
+
+    def _start_when_full(self) -> None:
+        if self._is_full():
+            # a task begins later, not now: sessions opened in the same breath still join the round
+            task = asyncio.get_running_loop().create_task(self._round())
+            self._rounds.add(task)
+            task.add_done_callback(self._rounds.discard)
+
+    async def _round(self) -> None:
+        if not self._is_full():
+            return
+        asked = [self._waiting[number] for number in sorted(self._waiting)]
+        self._waiting.clear()
+        try:
+            outcomes = await self.play([request for request, _ in asked])
+        except Exception as error:
+            outcomes = [error] * len(asked)
+        for (_, answer), outcome in zip(asked, outcomes, strict=True):
+            if answer.done():  # nobody awaits it any more
+                continue
+            if isinstance(outcome, Exception):
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)

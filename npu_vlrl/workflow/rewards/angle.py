@@ -1,0 +1,63 @@
+"""Angles in degrees: reading one from a text, and how far two are apart."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from npu_vlrl.types import DataError, Verdict
+from npu_vlrl.workflow.rewards.tagged import last_tag
+
+Distance = Literal["circular", "linear"]
+
+NO_ANGLE_FEEDBACK = "Your answer holds no angle. Write it in degrees as <answer>90</answer>."
+
+_ANGLE = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))\s*(?:°|\^\\circ|\^{\\circ}|deg|degrees?)?", re.ASCII)
+_LONGEST = 40
+"""Characters of an angle; longer ones are no angle."""
+
+
+def read_angle(content: str) -> float | None:
+    """The number in `content`, with or without a sign of degrees; None for anything else."""
+    match = _ANGLE.fullmatch(content.strip().casefold()) if len(content) <= _LONGEST else None
+    return None if match is None else float(match[1])
+
+
+def apart(angle: float, gold: float, distance: Distance) -> float:
+    """Degrees between two angles: `circular` takes the shorter way round, at most 180; `linear` is |angle - gold|."""
+    if distance == "linear":
+        return abs(angle - gold)
+    return abs(math.remainder(angle - gold, 360.0))
+
+
+def score_angle(answer: str, text: str, zero_at: float, distance: Distance, solved_within: float) -> Verdict:
+    """Reward max(0, 1 - d / zero_at) for d degrees between `answer` and the last `<answer>…</answer>` of `text`.
+
+    Solved when d is at most `solved_within`. No angle scores 0. Raises ValueError for a bad option, DataError for an
+    `answer` that is no angle. Takes time linear in `text`.
+    """
+    if distance not in ("circular", "linear"):
+        raise ValueError(f"distance is {distance!r}; it must be 'circular' or 'linear'")
+    if isinstance(solved_within, bool) or not isinstance(solved_within, int | float) or not 0 <= solved_within <= 180:
+        raise ValueError(f"solved_within is {solved_within!r}; it must be a number of degrees from 0 to 180")
+    gold = _gold_angle(answer)
+    content = last_tag(text)
+    angle = None if content is None else read_angle(content)
+    if angle is None:
+        return Verdict(0.0, False, NO_ANGLE_FEEDBACK, {"angle": 0.0})
+    degrees = apart(angle, gold, distance)
+    reward = max(0.0, 1.0 - degrees / zero_at)
+    return Verdict(reward, degrees <= solved_within, terms={"angle": reward})
+
+
+def check_angle(answer: str) -> None:
+    """Raises DataError when `answer` is no angle."""
+    _gold_angle(answer)
+
+
+def _gold_angle(answer: str) -> float:
+    gold = read_angle(answer)
+    if gold is None:
+        raise DataError(f"the gold answer {answer[:80]!r} is no angle; write a number of degrees such as 37.5")
+    return gold

@@ -1,0 +1,16 @@
+"""The angle of a rotated picture: every degree counts, up to half a turn."""
+
+from __future__ import annotations
+
+from npu_vlrl.types import Verdict
+from npu_vlrl.workflow.rewards.angle import Distance, check_angle, score_angle
+
+
+def score(answer: str, text: str, *, distance: Distance = "circular", solved_within: float = 5.0) -> Verdict:
+    """max(0, 1 - d/180), d in degrees; see `score_angle`."""
+    return score_angle(answer, text, 180.0, distance, solved_within)
+
+
+def check_gold(answer: str, *, distance: Distance = "circular", solved_within: float = 5.0) -> None:
+    """Raises DataError when `answer` is no angle."""
+    check_angle(answer)

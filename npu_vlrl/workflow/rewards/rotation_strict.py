@@ -1,0 +1,16 @@
+"""The angle of a rotated picture: nothing beyond 45 degrees."""
+
+from __future__ import annotations
+
+from npu_vlrl.types import Verdict
+from npu_vlrl.workflow.rewards.angle import Distance, check_angle, score_angle
+
+
+def score(answer: str, text: str, *, distance: Distance = "circular", solved_within: float = 5.0) -> Verdict:
+    """1 - d/45 for d of at most 45 degrees, else 0; see `score_angle`."""
+    return score_angle(answer, text, 45.0, distance, solved_within)
+
+
+def check_gold(answer: str, *, distance: Distance = "circular", solved_within: float = 5.0) -> None:
+    """Raises DataError when `answer` is no angle."""
+    check_angle(answer)

@@ -1,0 +1,41 @@
+"""Runs a tool's function on arguments that have passed its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from npu_vlrl.types import Image, ToolResult
+from npu_vlrl.workflow.tools.context import ToolContext, ToolError
+
+ToolFunction = Callable[..., ToolResult]
+
+
+def invoke(name: str, function: ToolFunction, ctx: ToolContext, arguments: Mapping[str, Any]) -> ToolResult:
+    """Never raises: what goes wrong becomes an error result for the model."""
+    hints = get_type_hints(function)
+    typed = {key: _typed(value, hints[key]) for key, value in arguments.items()}
+    try:
+        result = function(ctx, **typed)
+    except ToolError as error:
+        return ToolResult(f"{name}: {error}.", error=True)
+    except (Exception, SystemExit) as error:  # a user's tool met arguments that it did not expect
+        return ToolResult(f"{name} failed: {type(error).__name__}: {error}.", error=True)
+    if not isinstance(result, ToolResult):
+        return ToolResult(f"{name} failed: it returned {type(result).__name__}, no ToolResult.", error=True)
+    if not isinstance(result.text, str) or not all(isinstance(image, Image) for image in result.images):
+        return ToolResult(f"{name} failed: its ToolResult holds something else than text and images.", error=True)
+    return result
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """JSON has lists only; where a parameter is typed as a tuple, also inside a list, it gets one."""
+    if get_origin(hint) in (Union, UnionType):
+        return (
+            value if value is None else _typed(value, next(kind for kind in get_args(hint) if kind is not type(None)))
+        )
+    if get_origin(hint) not in (list, tuple):
+        return value
+    items = [_typed(item, get_args(hint)[0]) for item in value]
+    return items if get_origin(hint) is list else tuple(items)

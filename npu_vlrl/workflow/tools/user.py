@@ -1,0 +1,42 @@
+"""A user's tool, seen from the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from npu_vlrl.types import ToolResult
+from npu_vlrl.workflow.tools.context import ToolContext
+from npu_vlrl.workflow.tools.worker import pack
+from npu_vlrl.workflow.workers import WorkerError, WorkerPool
+
+
+class UserTool:
+    """A function of the user's own file. The program itself never imports the file.
+
+    Example: `UserTool("my_tools.py:mirror", workers=1, deadline_s=10.0).schema["function"]["name"] == "mirror"`
+    """
+
+    schema: dict[str, Any]
+
+    def __init__(self, spec: str, workers: int, deadline_s: float) -> None:
+        """Starts a first process. Raises ValueError when file, function or signature cannot be used."""
+        name = spec.rpartition(":")[2]
+        service = "npu_vlrl.workflow.tools.worker"
+        self._pool = WorkerPool(service, {"function": spec}, f"the tool {name!r}", workers, deadline_s)
+        self.schema = self._pool.start()
+
+    def run(self, ctx: ToolContext, arguments: Mapping[str, Any]) -> ToolResult:
+        """Blocks for at most the deadline, once a process is free; a death or delay is told as an error result.
+
+        Raises ValueError when no process can be started any more.
+        """
+        content, images = pack(ctx)
+        try:
+            reply, shown = self._pool.submit({**content, "arguments": dict(arguments)}, images).result()
+        except WorkerError as error:
+            return ToolResult(f"The call failed: {error}.", error=True)
+        return ToolResult(reply["text"], shown, reply["error"])
+
+    def close(self) -> None:
+        self._pool.close()

@@ -1,0 +1,10 @@
+"""Worker processes that can be killed, for code whose time nobody knows: rules on hostile answers, users' functions.
+
+A service is a module with `open_service(options) -> (hello, handle)`. It runs in processes of its own (`serve.py`),
+which a `WorkerPool` starts, feeds, kills at the deadline and replaces.
+"""
+
+from npu_vlrl.workflow.workers.pool import WorkerError, WorkerPool, check_limits
+from npu_vlrl.workflow.workers.userfile import is_spec, load_function
+
+__all__ = ["WorkerError", "WorkerPool", "check_limits", "is_spec", "load_function"]
