@@ -126,6 +126,7 @@ def run_engine(config: Config) -> None:
         return InProcessEngine(loaded.policy, vision)
 
     serve(world, engine)
+    world.close()
 
 
 def _prepare(config: Config) -> Platform:
@@ -149,6 +150,7 @@ def _local_rank() -> int:
 
 
 def _join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:
+    """The engine processes end with `cleanup`."""
     world = join(platform, config.sync.timeout_s)
     cleanup.callback(remote.stop, world)
 
@@ -164,6 +166,7 @@ def _join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> Wor
         raise SystemExit(f"npu-vlrl: the run failed: {reason}")
 
     signal.signal(signal.SIGTERM, terminated)
+    cleanup.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the process ends anyway, and has more to say
     return world
 
 

@@ -24,8 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from npu_vlrl.learner.trainer import LearnerError
     from npu_vlrl.report.console import printable
     from npu_vlrl.rollout.collect import RolloutError
+    from npu_vlrl.rollout.rounds import EngineError
     from npu_vlrl.sync.weights import SyncError
-    from npu_vlrl.sync.world import PeerError
+    from npu_vlrl.sync.world import PeerError, leave, started_processes
     from npu_vlrl.types import DataError
 
     try:
@@ -33,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError, HardwareError, CheckpointError) as error:
         print(f"npu-vlrl: {printable(str(error))}", file=sys.stderr)
         return BAD_INPUT
-    except (LearnerError, PeerError, RolloutError, SyncError) as error:
+    except (EngineError, LearnerError, PeerError, RolloutError, SyncError) as error:
         print(f"npu-vlrl: the run failed: {printable(str(error))}", file=sys.stderr)
-        return FAILED
+        return FAILED if started_processes() == 1 else leave(FAILED)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

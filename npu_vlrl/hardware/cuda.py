@@ -28,6 +28,9 @@ class CudaPlatform(Accelerator):
         "PYTORCH_CUDA_ALLOC_CONF": Setting(
             "expandable_segments:True", "lengths change from step to step; segments that grow do not fragment"
         ),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": Setting(
+            "0", "whoever waits for a dead process names it and ends; the watchdog would abort without a name"
+        ),
     }
     peaks = {
         "NVIDIA A100-SXM4-40GB": Peak(312e12, 1.555e12, "NVIDIA A100 datasheet"),

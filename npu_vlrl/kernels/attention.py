@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from npu_vlrl.kernels.once import OncePerTensor
 from npu_vlrl.kernels.table import op
 
 ATTENTION_NAME = "npu_vlrl_flash"
 
-_host_copies = WeakTensorKeyDictionary()
+_to_host = OncePerTensor(Tensor.tolist)
 
 
 def attach(model: Any) -> None:
@@ -77,15 +77,5 @@ def attention_forward(
 
 
 def _on_host(cumulative: Tensor | Sequence[int]) -> Sequence[int]:
-    """The lengths as host ints. A tensor is copied once, however many layers pass it: the copy waits for the device.
-
-    The copy lives as long as the tensor *object* and is made again after an in-place change. (Tensors made in inference
-    mode count no changes; those must not be changed.)
-    """
-    if not isinstance(cumulative, Tensor):
-        return cumulative
-    changes = 0 if cumulative.is_inference() else cumulative._version
-    found = _host_copies.get(cumulative)
-    if found is None or found[0] != changes:
-        found = _host_copies[cumulative] = (changes, cumulative.tolist())
-    return found[1]
+    """The lengths as host ints. A tensor is copied once, however many layers pass it: the copy waits for the device."""
+    return _to_host(cumulative) if isinstance(cumulative, Tensor) else cumulative

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from npu_vlrl.kernels import reference, triton_logprob
@@ -16,8 +17,13 @@ def logprob_entropy(
     forbidden_V: Tensor | None = None,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """By Triton, or by the reference where that is not suitable: float64, which Triton would round, and no rows."""
-    chosen = triton_logprob if triton_logprob.suitable(hidden_TH) else reference
+    """By Triton, or by the reference: for float64, which Triton would round, for no rows, and for float32.
+
+    On an H100, 2048 rows, 151936 ids of width 2048: bfloat16 8.1 ms forward and backward against 18.5 for the reference;
+    float32, where Triton does without tensor cores, 255 ms against 85 (benchmarks/results).
+    """
+    worth_it = triton_logprob.suitable(hidden_TH) and hidden_TH.dtype != torch.float32
+    chosen = triton_logprob if worth_it else reference
     return chosen.logprob_entropy(hidden_TH, weight_VH, targets_T, temperature, forbidden_V, chunk)
 
 

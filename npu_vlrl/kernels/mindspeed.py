@@ -1,7 +1,7 @@
-"""What MindSpeed offers beyond torch_npu, where it is installed. Its place in the op table is a column like npu.py's.
+"""What MindSpeed offers beyond torch_npu, where it is installed; it enters the op table beside torch_npu's operators.
 
-One op so far: a matrix product that is added to a float32 sum without ever being a tensor. MindSpeed compiles it at the
-first call.
+That is one op: a matrix product that is added to a float32 sum without being a tensor of its own, or rounded. MindSpeed
+compiles it at the first call. Its other operators for these models are torch_npu's under another name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Puts the op table into transformers models: attention, and the parts of layers that the platform computes itself.
 
 Where the active platform has no implementation of its own, the models stay as transformers wrote them. Modules keep
-their class, parameters and names; only their `forward` is another, so that checkpoints, adapters and copies do not
-notice.
+their class, parameters and names; only a method of the instance is another, so that checkpoints, adapters and copies
+do not notice.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def attach(model: Any) -> None:
     attention.attach(model)
     fused = {name for name, platform in active().items() if platform != REFERENCE}
     for module in model.modules():
-        for name, suits, forward in _FORWARDS:
+        for name, suits, method, ours in _METHODS:
             if name in fused and suits(module):
-                module.forward = MethodType(forward, module)
+                setattr(module, method, MethodType(ours, module))
     if "rotary" in fused:
         for file in {type(module).__module__ for module in model.modules()}:
             _patch_rotary(file)
@@ -69,11 +69,21 @@ def _patch_embed(module: Any, patches: Tensor) -> Tensor:
     return op("patch_embed")(flat, proj.weight, proj.bias)
 
 
-_FORWARDS: tuple[tuple[str, Callable[[Any], bool], Callable[..., Tensor]], ...] = (
-    ("rms_norm", _is_rms_norm, _rms_norm),
-    ("swiglu", _is_swiglu, _swiglu),
-    ("patch_embed", _is_patch_embed, _patch_embed),
+def _adds_deep_features(module: Any) -> bool:
+    return hasattr(module, "_deepstack_process")
+
+
+def _add_deep_features(module: Any, x_BTH: Tensor, mask_BT: Tensor, rows_NH: Tensor) -> Tensor:
+    return op("add_at")(x_BTH, mask_BT, rows_NH.to(x_BTH.dtype))
+
+
+_METHODS: tuple[tuple[str, Callable[[Any], bool], str, Callable[..., Tensor]], ...] = (
+    ("rms_norm", _is_rms_norm, "forward", _rms_norm),
+    ("swiglu", _is_swiglu, "forward", _swiglu),
+    ("patch_embed", _is_patch_embed, "forward", _patch_embed),
+    ("add_at", _adds_deep_features, "_deepstack_process", _add_deep_features),
 )
+"""(op, which modules have it, the method that is replaced, what replaces it)"""
 
 # --- rotary embedding ------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npu_vlrl.kernels import mindspeed, reference, triton_logprob
+from npu_vlrl.kernels.once import OncePerTensor
 from npu_vlrl.kernels.table import register
 
 MOST_SEQUENCES = 2048
@@ -23,6 +24,9 @@ MOST_SEQUENCES = 2048
 
 SEE_MASK, SEE_PAST = 1, 3
 """Sparse modes: the mask that is given, and causal, aligned at the end."""
+
+EMPTY_ROWS = 2
+"""The precision that reckons with queries that see no key. It costs time."""
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
@@ -39,18 +43,18 @@ def varlen_attention(
 ) -> Tensor:
     """As `reference.varlen_attention`: sequences of one length as a batch (BNSD), others packed (TND)."""
     packing = _packing(tuple(cu_q), tuple(cu_k), q_HTD.shape[1], k_KSD.shape[1], causal)
-    options = (
-        {"scale": scale, "atten_mask": _future(q_HTD.device), "sparse_mode": SEE_PAST} if causal else {"scale": scale}
-    )
+    options: dict[str, Any] = {"scale": scale}
+    if causal:
+        options |= {"atten_mask": _future(q_HTD.device), "sparse_mode": SEE_PAST}
     if packing.batch:
         q, k, v = (x.unflatten(1, (packing.batch, -1)).transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
         return _fused(q, k, v, len(q_HTD), "BNSD", **options).transpose(1, 2).flatten(0, 1)
     q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
     outputs = [
         _fused(
-            q[call.queries],
-            k[call.keys],
-            v[call.keys],
+            _take(q, call.queries),
+            _take(k, call.keys),
+            _take(v, call.keys),
             len(q_HTD),
             "TND",
             actual_seq_qlen=call.query_ends,
@@ -65,13 +69,20 @@ def varlen_attention(
 @register("masked_attention", "npu")
 def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: Tensor, scale: float) -> Tensor:
     """As `reference.masked_attention`. The operator's mask is the opposite of ours: True hides."""
-    heads = q_BHTD.shape[1]
-    output = _fused(q_BHTD, k_BKSD, v_BKSD, heads, "BNSD", scale=scale, atten_mask=~mask_B1TS, sparse_mode=SEE_MASK)
-    return output.transpose(1, 2)
+    _, heads, n_queries, _ = q_BHTD.shape
+    options: dict[str, Any] = {"scale": scale, "atten_mask": ~mask_B1TS, "sparse_mode": SEE_MASK}
+    if n_queries > 1:  # some may be padding; a query that is alone in its row is not
+        options["inner_precise"] = EMPTY_ROWS
+    return _fused(q_BHTD, k_BKSD, v_BKSD, heads, "BNSD", **options).transpose(1, 2)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str, **options: Any) -> Tensor:
     return torch.ops.npu.npu_fusion_attention(q, k, v, heads, layout, **options)[0]
+
+
+def _take(x_TND: Tensor, tokens: slice) -> Tensor:
+    """A slice of everything would cost its gradient a copy."""
+    return x_TND if tokens == slice(0, len(x_TND)) else x_TND[tokens]
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def patch_embed(patches_PD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The same sums as a matrix product: convolutions in bfloat16 are missing or rounded on some versions of CANN."""
     return F.linear(patches_PD, weight.flatten(1), bias)
+
+
+_slots = OncePerTensor(lambda mask: mask.flatten().nonzero()[:, 0])
+
+
+@register("add_at", "npu")
+def add_at(x_BTH: Tensor, mask_BT: Tensor, rows_NH: Tensor) -> Tensor:
+    """By positions, found once for all layers: to write through a bool mask waits for the device, and fails on some."""
+    return x_BTH.flatten(0, 1).index_add(0, _slots(mask_BT), rows_NH).view(x_BTH.shape)
 
 
 # --- log-probability and entropy -------------------------------------------------------------------------------------

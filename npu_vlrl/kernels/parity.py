@@ -95,15 +95,20 @@ def _masked(run: Implementation, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _rotary(run: Implementation, x: Tensor, dtype: torch.dtype) -> Tensor:
-    angles = torch.arange(x.shape[1])[:, None] / 10 ** torch.arange(x.shape[3] // 2)
+    half = x.shape[3] // 2
+    angles = torch.arange(x.shape[1])[:, None] / 1e4 ** (torch.arange(half) / half)
     angles = torch.cat([angles, angles], -1)[None]
     return run(x, angles.cos().to(x.device, dtype), angles.sin().to(x.device, dtype))
+
+
+def _add_at(run: Implementation, x: Tensor, rows: Tensor) -> Tensor:
+    return run(x, torch.tensor([[True, False, False, True], [False, True, False, False]], device=x.device), rows)
 
 
 def _logprob_entropy(run: Implementation, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     targets = torch.arange(len(hidden), device=hidden.device) * 3
     forbidden = torch.arange(len(weight), device=weight.device) == 4
-    return run(hidden, weight, targets, 0.7, forbidden, 4)
+    return run(hidden, weight / 4, targets, 0.7, forbidden, 4)  # logits of size 2, as implementations round them or not
 
 
 def _add_product(run: Implementation, total: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -127,6 +132,7 @@ CASES = (
     Case(
         "patch_embed", ((6, 24), (16, 3, 2, 2, 2), (16,)), lambda run, patches, weight, bias: run(patches, weight, bias)
     ),
+    Case("add_at", ((2, 4, 16), (3, 16)), _add_at),
     Case("logprob_entropy", ((9, 32), (40, 32)), _logprob_entropy),
     Case("add_product", ((8, 16), (5, 8), (5, 16)), _add_product),
 )

@@ -165,6 +165,14 @@ def patch_embed(patches_PD: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return F.conv3d(patches_PD.unflatten(1, weight.shape[1:]), weight, bias).flatten(1)
 
 
+@register("add_at")
+def add_at(x_BTH: Tensor, mask_BT: Tensor, rows_NH: Tensor) -> Tensor:
+    """x with `rows_NH` added, in order, where the bool mask is True; it is True N times."""
+    summed_BTH = x_BTH.clone()
+    summed_BTH[mask_BT] += rows_NH
+    return summed_BTH
+
+
 # --- log-probability and entropy from hidden states ------------------------------------------------------------------
 
 

@@ -23,8 +23,8 @@ from npu_vlrl.sync.world import LEARNER, World
 
 T = TypeVar("T")
 
-WORDS = 128
-"""int32 words in a row of the checksum."""
+WORDS = 64
+"""int64 words in a row of the checksum; a bucket is a whole number of rows."""
 
 
 class SyncError(RuntimeError):
@@ -114,7 +114,7 @@ class WeightSender:
             self._plans[names] = make_plan([self._facts[name] for name in names], self.bucket_bytes)
         return self._plans[names]
 
-    def _broadcast(self, plan: Plan) -> list[tuple[int, int]]:
+    def _broadcast(self, plan: Plan) -> list[list[int]]:
         """Checksum of each bucket. Packing goes on while the bucket before it travels."""
         device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
         largest = max(plan.bucket_sizes, default=0)
@@ -129,18 +129,18 @@ class WeightSender:
             views = plan.views(bucket, buffer)
             with torch.no_grad():
                 torch._foreach_copy_(list(views.values()), [self._parameters[name].detach() for name in views])
-            sums.append(checksum(buffer))
             travelling[bucket % 2] = dist.broadcast(buffer, LEARNER, async_op=True)
+            sums.append(checksum(buffer))
         for work in filter(None, travelling):
             work.wait()
-        return [_numbers(value) for value in sums]
+        return _numbers(sums)
 
-    def _compare(self, sums: list[tuple[int, int]]) -> None:
+    def _compare(self, sums: list[list[int]]) -> None:
         """Waits for what every engine got; on a difference all of them drop it."""
         wrong: list[str] = []
         for channel in self._channels:
             theirs = _expect(channel, "staged", self.world.timeout_s).content["sums"]
-            bad = [i for i, (ours, got) in enumerate(zip(sums, theirs, strict=True)) if list(ours) != got]
+            bad = [i for i, (ours, got) in enumerate(zip(sums, theirs, strict=True)) if ours != got]
             wrong += [f"bucket {bad[0]} of {len(sums)} of {channel.peer}"] if bad else []
         if wrong:
             for channel in self._channels:
@@ -187,29 +187,30 @@ class WeightReceiver:
         self._channel.send("committed")
         return self.version
 
-    def _take(self, plan: Plan) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    def _take(self, plan: Plan) -> tuple[list[Tensor], list[list[int]]]:
         device = next(iter(self._parameters.values())).device
         buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.bucket_sizes]
         works = [dist.broadcast(bucket, LEARNER, async_op=True) for bucket in buckets]
-        for work in works:
+        sums = []
+        for bucket, work in zip(buckets, works, strict=True):
             work.wait()
-        return buckets, [_numbers(checksum(bucket)) for bucket in buckets]
+            sums.append(checksum(bucket))
+        return buckets, _numbers(sums)
 
 
 def checksum(bucket: Tensor) -> Tensor:
     """Two numbers, int64 [2], computed where the bucket is: they change with every word and with the words' order."""
-    words = bucket.view(torch.int32).view(-1, WORDS)
-    rows, columns = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
-    return torch.stack([_ranked(rows), _ranked(columns)])
+    words = bucket.view(torch.int64).view(-1, WORDS)
+    return torch.stack([_ranked(words.sum(1)), _ranked(words.sum(0))])
 
 
 def _ranked(values: Tensor) -> Tensor:
     return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
 
-def _numbers(pair: Tensor) -> tuple[int, int]:
-    first, second = pair.tolist()
-    return first, second
+def _numbers(sums: list[Tensor]) -> list[list[int]]:
+    """On the host, with one wait for the device."""
+    return torch.stack(sums).tolist() if sums else []
 
 
 def guarded(collective: Callable[[], T], world: World, channels: Sequence[Channel]) -> T:
@@ -233,11 +234,13 @@ def guarded(collective: Callable[[], T], world: World, channels: Sequence[Channe
 
     threading.Thread(target=work, daemon=True, name="weights").start()
     deadline = time.monotonic() + world.timeout_s
+    world.abandoned = True  # until the collective comes back
     while not done.wait(0.05):
         for channel in channels:
             channel.check_alive()
         if time.monotonic() > deadline:
             raise PeerError(channels[0].peer, f"did not finish a transfer of weights within {world.timeout_s:g} s")
+    world.abandoned = False
     if failure:
         for channel in channels:
             channel.check_alive(wait_s=1.0)  # the end of a process says more than the error it causes here

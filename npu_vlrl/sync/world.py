@@ -6,15 +6,17 @@ import hmac
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from npu_vlrl.hardware import Platform
 from npu_vlrl.sync.channel import Channel, Peer, PeerError
 
-__all__ = ["Channel", "Peer", "PeerError", "World", "join", "started_processes"]
+__all__ = ["Channel", "Peer", "PeerError", "World", "join", "leave", "started_processes"]
 
 LEARNER = 0
 START_TIMEOUT_S = 600.0
@@ -44,6 +46,8 @@ class World:
         self.timeout_s = timeout_s
         self.start_timeout_s = START_TIMEOUT_S
         self._channels = channels
+        self.abandoned = False
+        """A collective was given up, and may wait in its thread for ever."""
 
     @property
     def size(self) -> int:
@@ -57,9 +61,18 @@ class World:
         self._platform.set_device(int(os.environ["LOCAL_RANK"]))
 
     def close(self) -> None:
-        """Ends the connections. The process group is left to the end of the process: to destroy it waits for others."""
+        """Ends the connections, and the process group unless a collective hangs in it."""
         for channel in self._channels.values():
             channel.close()
+        if not self.abandoned:
+            dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once. A collective that was given up would hold up a normal end, or crash it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S) -> World:

@@ -17,9 +17,9 @@ def trajectory_reward(
 ) -> float:
     """One reward for an episode, with turns counted from 0.
 
-    Over the turns that are `answers`, `best`: max of discount^k r_k (the rule of AReaL's pull request 931); `last`: that
-    of the last one; `sum`: sum of discount^k r_k. No answer scores 0. What the other turns earned by calling tools is
-    added in every mode, discount^k r_k each: a cost that only a worst turn could feel would cost nothing.
+    Over the turns that are `answers`, `best`: max of discount^k r_k (the rule of AReaL's pull request 931); `last`:
+    that of the last one; `sum`: sum of discount^k r_k. No answer scores 0. What the other turns earned by calling tools
+    is added in every mode, discount^k r_k each: a cost that only a worst turn could feel would cost nothing.
     """
     discounted = [discount**k * reward for k, reward in enumerate(turn_rewards)]
     answered = [reward for reward, answer in zip(discounted, answers, strict=True) if answer] or [0.0]

@@ -27,10 +27,11 @@ OWN = frozenset(
         *("empty.memory_format", "empty_like", "empty_strided", "new_empty_strided"),
         *("as_strided", "as_strided_", "_reshape_alias", "alias", "detach", "unfold", "view"),
         *("view_as_complex", "view_as_real", "set_", "is_set_to", "resize_", "resize_as_"),
-        *("_copy_from_and_resize", "is_pinned", "_pin_memory", "record_stream", "_fused_adamw_"),
+        *("_copy_from_and_resize", "is_pinned", "_pin_memory", "record_stream"),
+        *("_fused_adamw_", "scaled_dot_product_attention", "_fused_sdp_choice"),
     )
 )
-"""torch_npu's own kernels stay: those that only manage memory, and the fused optimiser, which calls aclnn operators."""
+"""torch_npu's own kernels stay: those that only manage memory, and those that call the fused operators."""
 
 HOST_INDICES = frozenset(("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"))
 """These take indices on the host, too; the device is given copies of them."""
@@ -65,10 +66,7 @@ def _kernel(qualified: str) -> Callable[..., Any] | None:
         return SPECIAL[name]
     if not (native and (on_host or composite)) and not (not native and on_host and not composite):
         return None
-    packet = getattr(torch.ops.aten, base, None)
-    operator = getattr(packet, overload or "default", None)
-    if operator is None:
-        return None
+    operator = getattr(getattr(torch.ops.aten, base), overload or "default")
     if any(r.alias_info is not None and not r.alias_info.is_write for r in operator._schema.returns):
         return None  # a view: it only describes memory
     return _on_host(operator, f"aten::{base}" if native else f"fallback::{base}")
@@ -96,8 +94,6 @@ def _on_host(operator: OpOverload, label: str) -> Callable[..., Any]:
         host_kwargs = {
             name: call.output(value) if name in outputs else call.to_host(value) for name, value in kwargs.items()
         }
-        if kwargs.get("pin_memory"):
-            host_kwargs["pin_memory"] = False
         count(label)
         if draws:
             generator = kwargs.get("generator")
@@ -161,7 +157,7 @@ class _Call:
                 self.index = torch.get_device_module(_NPU).current_device() if value.index is None else value.index
                 return _HOST
         elif kind is torch.Generator:
-            return None if value.device.type == _NPU else value
+            return None  # `_draw` has it
         return value
 
     def tensor(self, value: Tensor) -> Tensor:
@@ -214,8 +210,8 @@ def _draw(
 
     The state stays with torch_npu's generator, so that seeding, saving and restoring it work as ever.
     """
-    if generator is not None and generator.device.type == "cpu":
-        return operator(*args, **kwargs)
+    if generator is not None and generator.device.type != _NPU:
+        raise RuntimeError(f"Expected a '{_NPU}' device type for generator but found '{generator.device.type}'")
     source = torch.get_device_module(_NPU).default_generators[device.index] if generator is None else generator
     offset = source.get_offset()
     source.set_offset(offset + 4)  # a Philox block; CANN moves in multiples of four

@@ -95,10 +95,10 @@ def test_a_kernel_that_is_wrong(cpu: pytest.MonkeyPatch, capsys: pytest.CaptureF
     code, report = run(capsys)
     assert code == 1
     assert list(failed(report)) == ["kernel swiglu"]
-    assert "backward 2.5e-01 from the reference; 1.0e-05 is allowed" in failed(report)["kernel swiglu"]
+    assert "backward 2.5e-01 off the reference; 1.0e-05 is allowed" in failed(report)["kernel swiglu"]
     assert main(["doctor"]) == 1
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "kernel swiglu FAILED: forward 1.0e-07, backward 2.5e-01 from the reference; 1.0e-05 is allowed;" in said
+    assert "kernel swiglu FAILED: forward 1.0e-07, backward 2.5e-01 off the reference; 1.0e-05 is allowed;" in said
     assert "1 checks failed on cpu" in said
 
 

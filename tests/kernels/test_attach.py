@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from npu_vlrl.kernels import attention
-from npu_vlrl.kernels.attention import ATTENTION_NAME, attach, attention_forward
+from npu_vlrl.kernels.attention import ATTENTION_NAME, attention_forward
+from npu_vlrl.kernels.modules import attach
+from npu_vlrl.kernels.once import OncePerTensor
 
 torch.set_num_threads(1)
 
@@ -217,31 +218,15 @@ def test_the_vision_tower_equals_the_loop(name: str) -> None:
 def test_boundaries_are_copied_to_the_host_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = both("qwen2_5_vl")
     pixels, grids = pictures("qwen2_5_vl", [[1, 8, 8]])
-    copies: list[int] = []
+    copies: list[list[int]] = []
 
-    class Counted(WeakTensorKeyDictionary):
-        def __setitem__(self, key: Tensor, value: Any) -> None:
-            copies.append(len(value[1]))
-            super().__setitem__(key, value)
+    def copy(boundaries: Tensor) -> list[int]:
+        copies.append(boundaries.tolist())
+        return copies[-1]
 
-    monkeypatch.setattr(attention, "_host_copies", Counted())
+    monkeypatch.setattr(attention, "_to_host", OncePerTensor(copy))
     ours.model.visual(pixels, grid_thw=grids)
-    assert sorted(copies) == [2, 5]  # one full attention, four windows; three layers
-
-
-def test_host_copies_follow_the_tensor_not_its_address() -> None:
-    boundaries = torch.tensor([0, 2, 5])
-    first = attention._on_host(boundaries)
-    assert first == [0, 2, 5] and attention._on_host(boundaries) is first
-    boundaries[1] = 3
-    assert attention._on_host(boundaries) == [0, 3, 5]
-    held = len(attention._host_copies)
-    for n in range(50):  # each dies before the next is made, so addresses come back
-        assert attention._on_host(torch.tensor([0, n])) == [0, n]
-    assert len(attention._host_copies) <= held
-    with torch.inference_mode():
-        assert attention._on_host(torch.tensor([0, 7])) == [0, 7]
-    assert attention._on_host([0, 4]) == [0, 4]
+    assert sorted(copies) == [[0, 16, 32, 48, 64], [0, 64]]  # four windows, one full attention; three layers
 
 
 class Layer(nn.Module):

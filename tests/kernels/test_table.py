@@ -1,11 +1,25 @@
 """The op table: the selected platform where it has an implementation, the reference elsewhere."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from npu_vlrl import kernels
-from npu_vlrl.kernels import table
+from npu_vlrl.kernels import cuda, npu, table  # noqa: F401  (they fill the table before the fixture puts a copy there)
+
+OPS = (
+    "add_at",
+    "add_product",
+    "logprob_entropy",
+    "masked_attention",
+    "patch_embed",
+    "rms_norm",
+    "rotary",
+    "swiglu",
+    "varlen_attention",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -15,25 +29,46 @@ def clean_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_both_ops_have_a_reference() -> None:
-    assert kernels.active() == {"logprob_entropy": "reference", "varlen_attention": "reference"}
+def test_every_op_has_a_reference() -> None:
+    assert kernels.active() == dict.fromkeys(OPS, "reference")
+    assert all(kernels.op(name) is table.reference_of(name) for name in OPS)
+
+
+def test_what_an_npu_computes_itself() -> None:
+    kernels.use("npu")
+    fused = {name for name, platform in kernels.active().items() if platform == "npu"}
+    assert fused == set(OPS) - {"add_product", "logprob_entropy"}  # those need MindSpeed and triton-ascend
+    assert kernels.op("rms_norm") is npu.rms_norm
+    assert kernels.op("logprob_entropy") is table.reference_of("logprob_entropy")
 
 
 def test_a_platform_falls_back_op_by_op() -> None:
-    @kernels.register("varlen_attention", "npu")
+    @kernels.register("swiglu", "cuda")
     def fast() -> str:
         return "fast"
 
-    reference = kernels.op("varlen_attention")
+    reference = kernels.op("swiglu")
     assert reference is not fast
-    kernels.use("npu")
-    assert kernels.op("varlen_attention") is fast
-    assert kernels.op("varlen_attention")() == "fast"
-    assert kernels.active() == {"logprob_entropy": "reference", "varlen_attention": "npu"}
     kernels.use("cuda")
-    assert kernels.op("varlen_attention") is reference
+    assert kernels.op("swiglu") is fast and kernels.op("swiglu")() == "fast"
+    assert kernels.active()["swiglu"] == "cuda" and kernels.active()["rms_norm"] == "reference"
+    assert table.reference_of("swiglu") is reference
     kernels.use("reference")
-    assert kernels.op("varlen_attention") is reference
+    assert kernels.op("swiglu") is reference
+
+
+@pytest.mark.parametrize(("platform", "other"), [("cuda", "npu"), ("npu", "cuda")])
+def test_only_the_selected_platform_is_imported(platform: str, other: str) -> None:
+    code = f"""
+import sys
+from npu_vlrl import kernels
+mine, others = "npu_vlrl.kernels.{platform}", "npu_vlrl.kernels.{other}"
+assert mine not in sys.modules and others not in sys.modules
+kernels.use("{platform}")
+assert mine in sys.modules and others not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_new_op_enters_through_its_reference() -> None:
@@ -53,14 +88,14 @@ def test_unknown_platform_is_refused_and_changes_nothing() -> None:
 
 
 def test_unknown_op() -> None:
-    with pytest.raises(KeyError, match="rotary"):
-        kernels.op("rotary")
+    with pytest.raises(KeyError, match="conv"):
+        kernels.op("conv")
 
 
 @pytest.mark.parametrize(
     ("name", "platform", "message"),
     [
-        ("rotary", "npu", "no reference"),
+        ("conv", "npu", "no reference"),
         ("varlen_attention", "reference", "already registered"),
         ("varlen_attention", "tpu", "unknown kernel platform"),
     ],

@@ -64,12 +64,18 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference() -> None:
     assert [len(x) for x in empty] == [0, 0]
 
 
+def test_float32_goes_to_the_reference_because_that_is_faster() -> None:
+    hidden, weight, targets = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 4, 2])
+    found = cuda.logprob_entropy(hidden, weight, targets, 0.7)
+    assert all(map(torch.equal, found, reference.logprob_entropy(hidden, weight, targets, 0.7)))
+
+
 def test_what_the_kernel_can_do_goes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(triton_logprob, "logprob_entropy", lambda *arguments: seen.append(arguments))
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    for dtype in (torch.float16, torch.bfloat16):
         cuda.logprob_entropy(torch.ones(3, 4, dtype=dtype), torch.ones(5, 4, dtype=dtype), torch.zeros(3), 0.7)
-    assert [arguments[0].dtype for arguments in seen] == [torch.float16, torch.bfloat16, torch.float32]
+    assert [arguments[0].dtype for arguments in seen] == [torch.float16, torch.bfloat16]
 
 
 def test_bad_input_is_refused_before_triton_is_needed() -> None:

@@ -177,6 +177,36 @@ def test_generators_of_the_device():
     assert torch.equal(torch.npu.get_rng_state(), before)  # the default generator took no part
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x, g: torch.poisson(x, generator=g),
+        lambda x, g: torch.normal(x, x, generator=g),
+        lambda x, g: torch.randint(0, 9, (5,), generator=g, device="npu"),
+    ],
+)
+def test_a_generator_reaches_every_kind_of_operator(draw):
+    x = torch.full((5,), 50.0, device="npu")
+    first, again, other = (draw(x, torch.Generator("npu").manual_seed(seed)).tolist() for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_generator_of_the_host_cannot_draw_on_the_device():
+    with pytest.raises(RuntimeError, match="[Gg]enerator"):
+        torch.randn(3, device="npu", generator=torch.Generator())
+
+
+def test_dropout_is_drawn_from_the_device_generator():
+    x, layer = torch.ones(64, device="npu", requires_grad=True), torch.nn.Dropout(0.5)
+    torch.npu.manual_seed(3)
+    out = layer(x)
+    out.sum().backward()
+    assert set(out.tolist()) == {0.0, 2.0}
+    assert torch.equal(x.grad, out)
+    torch.npu.manual_seed(3)
+    assert torch.equal(layer(x), out)
+
+
 def test_the_host_generator_is_left_alone():
     torch.manual_seed(0)
     want = torch.rand(3)

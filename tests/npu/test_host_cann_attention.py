@@ -275,6 +275,15 @@ def test_scaled_dot_product_attention_of_torch_runs_fused():
     assert not [name for name in count if name.startswith("fallback")]
 
 
+def test_scaled_dot_product_attention_is_fused_without_gradients_too():
+    q, k, v = (draw(1, N, 6, D, seed=i).npu() for i in range(3))
+    with counted() as count, torch.inference_mode():
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert count["aclnnFlashAttentionScore"] == 1
+    want = torch.nn.functional.scaled_dot_product_attention(q.cpu(), k.cpu(), v.cpu())
+    torch.testing.assert_close(out.cpu(), want, rtol=1e-5, atol=1e-5)
+
+
 # ---- refusals: what the documents rule out ---------------------------------------------------------------------------
 
 PACKED = {"actual_seq_qlen": ENDS, "actual_seq_kvlen": ENDS}

@@ -70,12 +70,15 @@ def test_no_device() -> None:
 def test_a_fused_kernel_that_is_wrong_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("NPU_VLRL_PLATFORM", "npu")
+    for name, value in {**environment(), "NPU_VLRL_PLATFORM": "npu"}.items():
+        monkeypatch.setenv(name, value)  # for the processes of the collective
+    kernels.use("npu")  # fills the column
     right = table._table["rms_norm"]["npu"]
     monkeypatch.setitem(table._table["rms_norm"], "npu", lambda *args, **kwargs: right(*args, **kwargs) * 1.01)
     code = main(["doctor", "--json"])
     kernels.use("reference")
     report = json.loads(capsys.readouterr().out)
     assert code == 1
-    assert [check["name"] for check in report["checks"] if not check["ok"]] == ["kernel rms_norm"]
+    wrong = [check["name"] for check in report["checks"] if not check["ok"]]
+    assert "kernel rms_norm" in wrong and all(name.startswith("kernel rms_norm") for name in wrong)
     assert report["checks"][0]["ok"] and all(check["remedy"] for check in report["checks"] if not check["ok"])

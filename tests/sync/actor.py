@@ -22,7 +22,7 @@ from npu_vlrl.hardware import select
 from npu_vlrl.kernels import use
 from npu_vlrl.sync import weights
 from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender
-from npu_vlrl.sync.world import PeerError, World, join
+from npu_vlrl.sync.world import PeerError, World, join, leave
 
 TIMEOUT_S = 6.0
 START_TIMEOUT_S = 60.0
@@ -319,7 +319,9 @@ def main(scenario: str, folder: Path) -> int:
         seen = told(error)
     rank = os.environ["RANK"]
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-    return 1 if "error" in seen else 0
+    if "error" in seen:
+        leave(1)
+    return 0
 
 
 if __name__ == "__main__":
