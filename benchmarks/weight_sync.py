@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.weight_sync [--gib 6] [--bucket-mib 256] [--repeat 5]
 
 Every process takes a device. The parameters have the shapes of a 3B language model's layers, in bfloat16, repeated
-until there are as many bytes as asked for. What is timed is `WeightSender.send`: packing, both phases, checksums on both
-sides, and the engine's copy into its parameters. Rank 0 prints JSON.
+until there are as many bytes as asked for. What is timed is `WeightSender.send`: packing, both phases, checksums on
+both sides, and the engine's copy into its parameters. Rank 0 prints JSON.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from npu_vlrl import kernels
 from npu_vlrl.kernels import cuda, npu, table  # noqa: F401  (they fill the table before the fixture puts a copy there)
+from tests.kernels.test_triton_available import install, run_beside
 
 OPS = (
     "add_at",
@@ -69,6 +71,23 @@ assert mine in sys.modules and others not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_triton_for_ascend_is_used_where_it_is_installed(tmp_path: Path) -> None:
+    install(tmp_path, "ascend")
+    code = """
+import torch
+from npu_vlrl import kernels
+from npu_vlrl.kernels import reference, triton_logprob
+kernels.use("npu")
+print(kernels.active()["logprob_entropy"])
+triton_logprob.logprob_entropy = lambda hidden, *rest: print("triton", hidden.dtype)
+inputs = torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.int64)
+kernels.op("logprob_entropy")(*inputs)
+wide = [x.double() for x in inputs[:2]] + [inputs[2]]
+assert torch.equal(kernels.op("logprob_entropy")(*wide)[0], reference.logprob_entropy(*wide)[0])
+"""
+    assert run_beside(tmp_path, code).splitlines() == ["npu", "triton torch.float32"]
 
 
 def test_a_new_op_enters_through_its_reference() -> None:
