@@ -49,7 +49,7 @@ def draw(logprobs_BV: Tensor, uniforms_B: Tensor, greedy_B: Tensor) -> Tensor:
     """
     cumulative = logprobs_BV.exp().cumsum(dim=1)
     total = cumulative[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
+    below_total = total * (1 - torch.finfo(total.dtype).eps)  # nextafter would run on the host on some accelerators
     points = torch.minimum(uniforms_B[:, None] * total, below_total)
     # where nothing is finite the search ends behind the last token
     sampled = torch.searchsorted(cumulative, points, right=True)[:, 0].clamp(max=logprobs_BV.shape[1] - 1)
