@@ -110,6 +110,7 @@ def test_learner_and_engine_process_repeat_the_run_of_one_process(alone: Path, t
     assert not close(recorded(run), [{**line, "pg_loss": 0.0} for line in recorded(alone)], 1e-5)
 
 
+@pytest.mark.timeout(240)
 def test_an_engine_killed_in_a_rollout_ends_the_run_by_name_and_the_run_goes_on(alone: Path, tmp_path: Path) -> None:
     words = command(tmp_path, *WORDS)
     (tmp_path / "reward.py").write_text(KILLER.format(run=str(tmp_path / "run")))

@@ -29,15 +29,14 @@ def test_the_reference_equals_itself() -> None:
 
 @pytest.fixture
 def replace(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], None]:
-    """Registers an implementation of an op for CUDA, and selects that platform."""
-    kernels.use("cuda")
+    """Enters an implementation of an op into a platform's column, in which there is nothing else."""
     monkeypatch.setattr(table, "_platform", "cuda")
+    monkeypatch.setattr(table, "_table", {name: {table.REFERENCE: table.reference_of(name)} for name in table._table})
 
     def enter(name: str, implementation: Any) -> None:
-        monkeypatch.setitem(table._table[name], "cuda", implementation)
+        table._table[name]["cuda"] = implementation
 
-    yield enter
-    kernels.use("reference")
+    return enter
 
 
 def test_a_factor_of_one_percent_is_found(replace: Callable[[str, Any], None]) -> None:

@@ -75,6 +75,7 @@ def differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[
     ]
 
 
+@pytest.mark.timeout(300)
 def test_learner_and_engine_on_two_devices_train_as_one_process_on_the_cpu(tmp_path: Path) -> None:
     run = tmp_path / "npu"
     words = ["--config", "configs/photo_tiny.yaml", *SETTINGS, "--run-dir", str(run)]
@@ -86,7 +87,7 @@ def test_learner_and_engine_on_two_devices_train_as_one_process_on_the_cpu(tmp_p
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=240,
         check=False,
     )
     assert npu.returncode == 0, npu.stdout
@@ -110,8 +111,9 @@ def test_a_training_step_runs_on_the_device_by_fused_operators(tmp_path: Path) -
     assert ran["aclnnFlashAttentionScore"] > 0  # sequences of one length, and the engine's decoding
     assert ran["aclnnApplyAdamWV2"] > 0
     with host_cann.counted() as ran:
-        torch.gcd(torch.tensor([4], device="npu"), 6)
-    assert on_the_host(ran) == ["fallback::gcd"]  # the check can fail
+        one = torch.ones(2, device="npu")
+        torch.nextafter(one, 2 * one)
+    assert on_the_host(ran) == ["fallback::nextafter"]  # the check can fail
 
 
 def on_the_host(ran: Counter[str]) -> list[str]:
