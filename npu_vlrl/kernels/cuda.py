@@ -19,8 +19,8 @@ def logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """By Triton, or by the reference: for float64, which Triton would round, for no rows, and for float32.
 
-    One H200, 2048 rows, 151936 ids of width 2048, forward and backward: in bfloat16 8.1 ms against the reference's 25.5;
-    in float32, which Triton multiplies without tensor cores, 254 ms against 116 (benchmarks/README.md).
+    One H200, 2048 rows, 151936 ids of width 2048, forward and backward: in bfloat16 8.1 ms, the reference 25.5; in
+    float32, which Triton multiplies without tensor cores, 254 ms, the reference 116 (benchmarks/README.md).
     """
     worth_it = triton_logprob.suitable(hidden_TH) and hidden_TH.dtype != torch.float32
     chosen = triton_logprob if worth_it else reference

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from npu_vlrl.rollout.rounds import EngineCounts, EngineError, Outcome, Request, RoundEngine
@@ -60,7 +59,6 @@ class RemoteEngine(RoundEngine):
         self.links = [_Link(channel, world.timeout_s) for channel in channels(world)]
         for link in self.links:
             link.receive("ready", world.start_timeout_s)
-        self._parameters = list(parameters.values())
         self._sender = WeightSender(world, parameters, bucket_bytes)
         self._homes: dict[int, _Link] = {}
         """Where each open session is."""
@@ -77,8 +75,6 @@ class RemoteEngine(RoundEngine):
         return [outcomes[request.session] for request in requests]
 
     def weights_changed(self, version: int) -> dict[str, float]:
-        # a fused optimiser changes weights behind the back of the counters that the sender looks at
-        torch.autograd.graph.increment_version(self._parameters)
         report = self._sender.send(version)
         self.weight_version = version
         return {"sync/bytes": report.bytes_sent, "sync/seconds": report.seconds}

@@ -19,6 +19,9 @@ LENGTHS = struct.Struct("<QQ")
 
 LARGEST_HEADER = 2**30
 
+KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+"""Seconds, seconds and a count: a machine that is lost says nothing, and is given up after two minutes."""
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -63,6 +66,9 @@ class Channel:
         """`timeout_s` bounds every single wait inside a message; how long to wait for one is told to `receive`."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            if hasattr(socket, option):  # not on every system
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         connection.settimeout(timeout_s)
         self._socket = connection
         self.peer = peer
@@ -101,9 +107,9 @@ class Channel:
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
-    def check_alive(self, wait_s: float = 0.0) -> None:
+    def check_alive(self) -> None:
         """Raises PeerError when the other process has ended; a message that waits is left where it is."""
-        if self.waiting(wait_s):
+        if self.waiting():
             try:
                 ended = not self._socket.recv(1, socket.MSG_PEEK)
             except OSError:

@@ -3,28 +3,31 @@
 First every engine takes all buckets into memory of its own, beside its weights, and says the checksum of each. Only
 when all have what was sent does the learner say `commit`, and the engines copy. Whoever dies in between, an engine has
 either all of the new version or all of the old one.
+
+    learner   weights ->              buckets ->            commit ->
+    engine               <- planned              <- staged            <- committed
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from npu_vlrl.sync.channel import Channel, Message, PeerError
 from npu_vlrl.sync.plan import Fact, Plan, distinct, make_plan
+from npu_vlrl.sync.transfer import TransferTimeout, checksum, guarded
 from npu_vlrl.sync.world import LEARNER, World
 
-T = TypeVar("T")
-
-WORDS = 64
-"""int64 words in a row of the checksum; a bucket is a whole number of rows."""
+Sums = list[list[int]]
+"""The two numbers of each bucket's checksum."""
 
 
 class SyncError(RuntimeError):
@@ -43,7 +46,7 @@ class SyncReport:
 
 
 class WeightSender:
-    """The learner's side. Holds two buckets of memory: one is packed while the other is on its way."""
+    """The learner's side. While it sends it holds two buckets: one is packed while the other is on its way."""
 
     def __init__(self, world: World, parameters: Mapping[str, Tensor], bucket_bytes: int) -> None:
         """`parameters` are the trained ones; what is frozen is equal on both sides from the start.
@@ -51,41 +54,42 @@ class WeightSender:
         Waits for each engine's `WeightReceiver`. Raises SyncError when a parameter is missing there or has another
         shape, or when two engines hold it in different dtypes.
         """
+        count_optimizer_steps()
         self.world = world
         self.bucket_bytes = bucket_bytes
         self._parameters = distinct(parameters)
         self._channels = [world.channel(rank) for rank in range(1, world.size)]
         self._facts = self._agree()
-        self._sent: dict[str, int] = {}
-        """The change counter of each tensor when it was last committed."""
+        self._committed: dict[str, int] = {}
+        """The version counter of each tensor when the engines last took it."""
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._version: int | None = None
 
     def send(self, version: int) -> SyncReport:
-        """Brings the engines to `version`: what changed since the last call, once it was sent as a whole.
+        """Brings the engines to `version`: all parameters the first time, then those that changed.
 
-        A change is what torch counts in a tensor's version counter: every in-place operation, so every optimiser step.
+        A change is what torch counts in a tensor's version counter, and every step of an optimiser. Not counted is what
+        is written through `.data` or by a kernel that torch knows nothing of; `torch.autograd.graph.increment_version`
+        counts it by hand.
         Raises ValueError for a version below the last one, PeerError when an engine is gone or too slow, and SyncError
-        when an engine got other bytes; the engines then still hold the version before.
+        when an engine got other bytes; the engines then still hold the version before. After any other error than of
+        wrong bytes the connections are of no more use.
         """
         if self._version is not None and version < self._version:
             raise ValueError(f"sync: version {version} comes after version {self._version}; versions never fall")
         began = time.monotonic()
         counters = {name: tensor._version for name, tensor in self._parameters.items()}
-        changed = tuple(name for name, count in counters.items() if self._sent.get(name) != count)
+        changed = tuple(name for name, count in counters.items() if self._committed.get(name) != count)
         plan = self._plan(changed)
         update = {"version": version, "names": changed, "bucket_bytes": self.bucket_bytes, "plan": plan.checksum}
-        for channel in self._channels:
-            channel.send("weights", update)
+        self._tell("weights", update)
         for channel in self._channels:
             _expect(channel, "planned", self.world.timeout_s)
-        sums = guarded(lambda: self._broadcast(plan), self.world, self._channels)
-        self._compare(sums)
-        for channel in self._channels:
-            channel.send("commit")
+        self._transfer(plan)
+        self._tell("commit")
         for channel in self._channels:
             _expect(channel, "committed", self.world.timeout_s)
-        self._sent, self._version = counters, version
+        self._committed, self._version = counters, version
         return SyncReport(plan.size, len(changed), len(plan.bucket_sizes), time.monotonic() - began)
 
     def _agree(self) -> dict[str, Fact]:
@@ -114,37 +118,68 @@ class WeightSender:
             self._plans[names] = make_plan([self._facts[name] for name in names], self.bucket_bytes)
         return self._plans[names]
 
-    def _broadcast(self, plan: Plan) -> list[list[int]]:
-        """Checksum of each bucket. Packing goes on while the bucket before it travels."""
-        device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
-        largest = max(plan.bucket_sizes, default=0)
-        buffers = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in plan.bucket_sizes[:2]]
-        travelling: list[dist.Work | None] = [None, None]
-        sums = []
+    def _tell(self, kind: str, content: dict | None = None) -> None:
+        for channel in self._channels:
+            channel.send(kind, content)
+
+    def _transfer(self, plan: Plan) -> None:
+        """Sends the buckets, and returns when every engine has them. Raises PeerError or SyncError, see `send`."""
+        staged: dict[int, Sums] = {}
+
+        def look() -> None:
+            for channel in self._channels:
+                channel.check_alive()
+            for channel in self._channels:
+                if channel.peer.rank not in staged and channel.waiting():
+                    staged[channel.peer.rank] = _expect(channel, "staged", self.world.timeout_s).content["sums"]
+
+        try:
+            sums = guarded(lambda: self._broadcast(plan), self.world, look, self.world.timeout_s)
+        except TransferTimeout:
+            late = [channel.peer for channel in self._channels if channel.peer.rank not in staged]
+            others = f"; neither did {', '.join(map(str, late[1:]))}" if late[1:] else ""
+            what = f"did not take the weights within sync.timeout_s={self.world.timeout_s:g}{others}"
+            raise PeerError(late[0] if late else self._channels[0].peer, what) from None
+        except RuntimeError as error:
+            if isinstance(error, (PeerError, SyncError)):
+                raise
+            raise SyncError(f"the transfer of weights failed: {error}") from error
+        for channel in self._channels:
+            if channel.peer.rank not in staged:
+                staged[channel.peer.rank] = _expect(channel, "staged", self.world.timeout_s).content["sums"]
+        self._compare(sums, staged)
+
+    def _broadcast(self, plan: Plan) -> Sums:
+        """Packing goes on while the bucket before it travels; a bucket travels while its checksum is made."""
+        if not plan.places:
+            return []
+        device = self._parameters[plan.places[0].fact.name].device
+        largest = max(plan.bucket_sizes)
+        buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in plan.bucket_sizes[:2]]
+        works: list[dist.Work] = []
+        sums: list[Tensor] = []
         for bucket, size in enumerate(plan.bucket_sizes):
             buffer = buffers[bucket % 2][:size]
-            before = travelling[bucket % 2]
-            if before is not None:
-                before.wait()  # the buffer is free again
+            if bucket >= 2:
+                works[bucket - 2].wait()  # the buffer is free again
             views = plan.views(bucket, buffer)
             with torch.no_grad():
                 torch._foreach_copy_(list(views.values()), [self._parameters[name].detach() for name in views])
-            travelling[bucket % 2] = dist.broadcast(buffer, LEARNER, async_op=True)
+            works.append(dist.broadcast(buffer, LEARNER, async_op=True))
             sums.append(checksum(buffer))
-        for work in filter(None, travelling):
+        for work in works[-2:]:
             work.wait()
-        return _numbers(sums)
+        return torch.stack(sums).tolist()
 
-    def _compare(self, sums: list[list[int]]) -> None:
-        """Waits for what every engine got; on a difference all of them drop it."""
+    def _compare(self, sums: Sums, staged: Mapping[int, Sums]) -> None:
+        """On a difference all engines drop what they got."""
         wrong: list[str] = []
         for channel in self._channels:
-            theirs = _expect(channel, "staged", self.world.timeout_s).content["sums"]
-            bad = [i for i, (ours, got) in enumerate(zip(sums, theirs, strict=True)) if ours != got]
+            pairs = zip(sums, staged[channel.peer.rank], strict=True)
+            bad = [number for number, (ours, theirs) in enumerate(pairs) if ours != theirs]
             wrong += [f"bucket {bad[0]} of {len(sums)} of {channel.peer}"] if bad else []
         if wrong:
-            for channel in self._channels:
-                channel.send("drop")
+            self._tell("drop")
             raise SyncError(
                 f"the weights that arrived are not those that were sent: {', '.join(wrong)}. The engines keep the "
                 "version before; check the interconnect"
@@ -160,92 +195,79 @@ class WeightReceiver:
         self.version: int | None = None
         self._parameters = dict(parameters)
         self._channel = world.channel(LEARNER)
+        # the learner is the judge of what takes too long: it knows every engine, and says which one is late
+        self._patience_s = 2 * world.timeout_s
         facts = [Fact.of(name, tensor).to_json() for name, tensor in self._parameters.items()]
         self._channel.send("parameters", {"facts": facts})
 
     def receive(self, message: Message) -> int | None:
         """Answers a message of kind "weights". Returns the new version, None when the learner dropped the update.
 
-        Raises SyncError when the two sides plan differently, and PeerError when the learner is gone; the weights are
-        then those of the version before.
+        Raises SyncError when the two sides plan differently or the transfer fails, and PeerError when the learner is
+        gone or gives up; the weights are then those of the version before.
         """
         update = message.content
         facts = [Fact.of(name, self._parameters[name]) for name in update["names"]]
         plan = make_plan(facts, update["bucket_bytes"])
         if plan.checksum != update["plan"]:
             raise SyncError("learner and engine plan the buckets differently; run the same release on all machines")
+        buckets = self._room(plan)
         self._channel.send("planned")
-        buckets, sums = guarded(lambda: self._take(plan), self.world, [self._channel])
-        self._channel.send("staged", {"sums": sums})
-        if _expect(self._channel, ("commit", "drop"), self.world.timeout_s).kind == "drop":
+        self._channel.send("staged", {"sums": self._take(buckets)})
+        if _expect(self._channel, ("commit", "drop"), self._patience_s).kind == "drop":
             return None
         with torch.no_grad():
-            for bucket, buffer in enumerate(buckets):
-                views = plan.views(bucket, buffer)
+            for number, bucket in enumerate(buckets):
+                views = plan.views(number, bucket)
                 torch._foreach_copy_([self._parameters[name] for name in views], list(views.values()))
         self.version = int(update["version"])
         self._channel.send("committed")
         return self.version
 
-    def _take(self, plan: Plan) -> tuple[list[Tensor], list[list[int]]]:
-        device = next(iter(self._parameters.values())).device
-        buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.bucket_sizes]
+    def _room(self, plan: Plan) -> list[Tensor]:
+        """Taken before the learner begins: a lack of memory is told to it, and nobody waits in a collective."""
+        if not plan.places:
+            return []
+        device = self._parameters[plan.places[0].fact.name].device
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.bucket_sizes]
+
+    def _take(self, buckets: Sequence[Tensor]) -> Sums:
+        def look() -> None:
+            if self._channel.waiting():
+                self._channel.check_alive()
+                raise PeerError(self._channel.peer, "gave up in the middle of an update of the weights")
+
+        try:
+            return guarded(lambda: self._collect(buckets), self.world, look, self._patience_s)
+        except TransferTimeout:
+            what = f"did not finish a transfer of weights within {self._patience_s:g} s"
+            raise PeerError(self._channel.peer, what) from None
+        except RuntimeError as error:
+            if isinstance(error, PeerError):
+                raise
+            raise SyncError(f"the transfer of weights failed: {error}") from error
+
+    def _collect(self, buckets: Sequence[Tensor]) -> Sums:
         works = [dist.broadcast(bucket, LEARNER, async_op=True) for bucket in buckets]
         sums = []
-        for bucket, work in zip(buckets, works, strict=True):
+        for work, bucket in zip(works, buckets, strict=True):
             work.wait()
             sums.append(checksum(bucket))
-        return buckets, _numbers(sums)
+        return torch.stack(sums).tolist() if sums else []
 
 
-def checksum(bucket: Tensor) -> Tensor:
-    """Two numbers, int64 [2], computed where the bucket is: they change with every word and with the words' order."""
-    words = bucket.view(torch.int64).view(-1, WORDS)
-    return torch.stack([_ranked(words.sum(1)), _ranked(words.sum(0))])
+@cache
+def count_optimizer_steps() -> RemovableHandle:
+    """Makes the step of any optimiser show in the version counters of its parameters.
 
-
-def _ranked(values: Tensor) -> Tensor:
-    return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
-
-
-def _numbers(sums: list[Tensor]) -> list[list[int]]:
-    """On the host, with one wait for the device."""
-    return torch.stack(sums).tolist() if sums else []
-
-
-def guarded(collective: Callable[[], T], world: World, channels: Sequence[Channel]) -> T:
-    """Runs a collective, and gives up on it when a peer dies or the time is over.
-
-    A collective of a device waits for a dead process until its own timeout, if ever. It therefore runs in a thread,
-    which is left behind in that case; the channels say who is gone.
+    Fused optimisers write without counting, and on some devices so do those that work on lists of tensors.
     """
-    result: list[T] = []
-    failure: list[BaseException] = []
-    done = threading.Event()
 
-    def work() -> None:
-        try:
-            world.enter_thread()
-            result.append(collective())
-        except BaseException as error:
-            failure.append(error)
-        finally:
-            done.set()
+    def count(optimizer: Optimizer, arguments: tuple, options: dict) -> None:
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch.autograd.graph.increment_version(stepped)
 
-    threading.Thread(target=work, daemon=True, name="weights").start()
-    deadline = time.monotonic() + world.timeout_s
-    world.abandoned = True  # until the collective comes back
-    while not done.wait(0.05):
-        for channel in channels:
-            channel.check_alive()
-        if time.monotonic() > deadline:
-            raise PeerError(channels[0].peer, f"did not finish a transfer of weights within {world.timeout_s:g} s")
-    world.abandoned = False
-    if failure:
-        for channel in channels:
-            channel.check_alive(wait_s=1.0)  # the end of a process says more than the error it causes here
-        raise SyncError(f"the transfer of weights failed: {failure[0]}") from failure[0]
-    return result[0]
+    return register_optimizer_step_post_hook(count)
 
 
 def _expect(channel: Channel, kinds: str | tuple[str, ...], timeout_s: float) -> Message:
@@ -253,5 +275,7 @@ def _expect(channel: Channel, kinds: str | tuple[str, ...], timeout_s: float) ->
     message = channel.receive(timeout_s)
     if message.kind == "error":
         raise SyncError(f"{channel.peer}: {message.content['message']}")
+    if message.kind == "stop":
+        raise PeerError(channel.peer, "gave up in the middle of an update of the weights")
     assert message.kind in ((kinds,) if isinstance(kinds, str) else kinds), f"{message.kind} instead of {kinds}"
     return message

@@ -21,6 +21,8 @@ __all__ = ["Channel", "Peer", "PeerError", "World", "join", "leave", "started_pr
 LEARNER = 0
 START_TIMEOUT_S = 600.0
 """For what happens once: every process imports its libraries and loads the model, maybe from a slow disk."""
+TOKEN_TIMEOUT_S = 5.0
+"""Who connects says the token at once; a stranger who says nothing keeps the others waiting no longer."""
 ADDRESS_KEY = "npu_vlrl/address"
 
 UNSEEN = Peer(-1, "another process", "an unknown host", 0)
@@ -37,14 +39,20 @@ class World:
     """
 
     def __init__(
-        self, platform: Platform, rank: int, peers: Sequence[Peer], channels: dict[int, Channel], timeout_s: float
+        self,
+        platform: Platform,
+        rank: int,
+        peers: Sequence[Peer],
+        channels: dict[int, Channel],
+        timeout_s: float,
+        start_timeout_s: float,
     ) -> None:
         """`timeout_s` is how long an answer or a transfer may take, once the processes have started."""
         self._platform = platform
         self.rank = rank
         self.peers = tuple(peers)
         self.timeout_s = timeout_s
-        self.start_timeout_s = START_TIMEOUT_S
+        self.start_timeout_s = start_timeout_s
         self._channels = channels
         self.abandoned = False
         """A collective was given up, and may wait in its thread for ever."""
@@ -83,6 +91,8 @@ def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TI
     rank, size = int(os.environ["RANK"]), started_processes()
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     platform.set_device(local_rank)
+    if local_size == size:  # nothing listens to other machines
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     me = Peer(rank, f"engine {rank}" if rank else "learner", socket.gethostname(), os.getpid())
     try:
         dist.init_process_group(platform.process_group_backend, timeout=timedelta(seconds=start_timeout_s))
@@ -103,20 +113,19 @@ def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TI
         welcome = channels[LEARNER].receive(start_timeout_s)
         peers = [Peer(*values) for values in welcome.content["peers"]]
         channels[LEARNER].peer = peers[LEARNER]
-    world = World(platform, rank, peers, channels, timeout_s)
-    world.start_timeout_s = start_timeout_s
-    return world
+    return World(platform, rank, peers, channels, timeout_s, start_timeout_s)
 
 
 def _connect(store: dist.Store, host: str, me: Peer, timeout_s: float) -> Channel:
-    port, token = store.get(ADDRESS_KEY).decode().split()
     learner = Peer(LEARNER, "learner", host, 0)
     try:
+        port, token = store.get(ADDRESS_KEY).decode().split()
         connection = socket.create_connection((host, int(port)), timeout_s)
-    except OSError as error:
-        raise PeerError(learner, f"does not listen on port {port} ({error})") from error
+        connection.sendall(token.encode())
+    except (OSError, RuntimeError) as error:  # the store raises RuntimeErrors
+        raise PeerError(learner, f"cannot be reached ({error})") from error
     channel = Channel(connection, learner, timeout_s)
-    channel.send("hello", {"token": token, "peer": [me.rank, me.name, me.host, me.pid]})
+    channel.send("hello", {"peer": [me.rank, me.name, me.host, me.pid]})
     return channel
 
 
@@ -134,22 +143,19 @@ def _accept(store: dist.Store, host: str, size: int, timeout_s: float, start_tim
                 absent = next(rank for rank in range(1, size) if rank not in channels)
                 unseen = Peer(absent, f"engine {absent}", UNSEEN.host, 0)
                 raise PeerError(unseen, f"did not come within {start_timeout_s:g} s") from None
-            channel = Channel(connection, UNSEEN, timeout_s)
-            peer = _introduced(channel, token)
-            if peer is None:
-                channel.close()
+            if not _knows(connection, token):
+                connection.close()
                 continue
-            channel.peer = peer
-            channels[peer.rank] = channel
+            channel = Channel(connection, UNSEEN, timeout_s)
+            channel.peer = Peer(*channel.receive(timeout_s).content["peer"])
+            channels[channel.peer.rank] = channel
     return channels
 
 
-def _introduced(channel: Channel, token: str) -> Peer | None:
-    """Who connected; None for anything but a process of this training."""
+def _knows(connection: socket.socket, token: str) -> bool:
+    """Whether the first bytes are the token; nothing else of a stranger is read."""
+    connection.settimeout(TOKEN_TIMEOUT_S)
     try:
-        hello = channel.receive(channel.timeout_s)
-    except (PeerError, ValueError):
-        return None
-    if hello.kind != "hello" or not hmac.compare_digest(str(hello.content.get("token")), token):
-        return None
-    return Peer(*hello.content["peer"])
+        return hmac.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token.encode())
+    except OSError:
+        return False

@@ -183,7 +183,7 @@ def ranks(folder: Path) -> Iterator[int]:
     for file in Path("/proc").glob("[0-9]*/environ"):
         try:
             words = file.read_bytes().split(b"\0")
-            is_child = b"-m\0npu_vlrl" in (file.parent / "cmdline").read_bytes()
+            is_child = b"-m\0npu_vlrl\0" in (file.parent / "cmdline").read_bytes()
         except OSError:
             continue
         if mark in words and is_child and any(word.startswith(b"RANK=") for word in words):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from tests import host_cann
+from tests.sync import scenarios
 from tests.sync.actor import TIMEOUT_S
-from tests.sync.scenarios import MoreScenarios, Scenarios
 
 # a collective that waits for a dead process gives up by itself some time after we have
 SETTINGS = {"NPU_VLRL_PLATFORM": "npu", "HCCL_EXEC_TIMEOUT": str(int(3 * TIMEOUT_S))}
 
 
-class TestOneEngineOverHccl(MoreScenarios):
+class TestOneEngineOverHccl(scenarios.OneEngine):
     environment = host_cann.environment(devices=3) | SETTINGS
 
 
-class TestTwoEnginesOverHccl(Scenarios):
-    size = 3
+class TestTwoEnginesOverHccl(scenarios.TwoEngines):
     environment = host_cann.environment(devices=3) | SETTINGS

@@ -1,17 +1,19 @@
-"""One process of a test of `sync/`: `python -m tests.sync.actor SCENARIO FOLDER`. It writes what it saw as JSON.
+"""The processes of a test of `sync/`: `python -m tests.sync.actor FOLDER SIZE SCENARIOS…`.
 
-Rank 0 plays the learner, the others engines. In `plain`, `half` and `adapter` each holds a tiny Qwen2.5-VL with a
-frozen tower, elsewhere a few tensors; the learner changes what is trained between updates.
+For each argument SCENARIOS, names with commas between, SIZE processes are forked: torch is imported once for all.
+Rank 0 plays the learner, the others engines, and the scenarios follow each other over the same connections. In `plain`,
+`half` and `adapter` each process holds a tiny Qwen2.5-VL with a frozen tower, elsewhere a few tensors; the learner
+changes what is trained between updates. What each process saw, said, and how it ended, is left in FOLDER.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,102 +25,61 @@ from npu_vlrl.kernels import use
 from npu_vlrl.sync import weights
 from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender
 from npu_vlrl.sync.world import PeerError, World, join, leave
+from tests.support.ranks import free_port
+from tests.sync.models import Model, TinyModel, fingerprint, state, train
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = 20.0
+SHORT_S = 3.0
 START_TIMEOUT_S = 60.0
 BUCKET_BYTES = 16384
 Seen = dict[str, Any]
-
-
-class Model:
-    """What the scenarios need of a policy; here a few tensors, the last of which is frozen."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        device = select().device(int(os.environ["LOCAL_RANK"]))
-        shapes = {"embed": (50, 64), "down_proj.weight": (64, 96), "bias": (96,), "scale": (), "tower": (32, 32)}
-        self.tensors = {name: torch.randn(shape, generator=generator).to(device) for name, shape in shapes.items()}
-
-    def parameters(self) -> dict[str, Tensor]:
-        return dict(self.tensors)
-
-    def trained(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.tensors.items() if name != "tower"}
-
-    def logprobs(self) -> list[float]:
-        return (self.tensors["embed"] @ self.tensors["down_proj.weight"]).log_softmax(-1)[:, 0].tolist()
-
-
-class TinyModel(Model):
-    """A real one, through the class that engine and learner use."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        from npu_vlrl.config import ModelConfig
-        from npu_vlrl.model.load import load_model
-
-        device = select().device(int(os.environ["LOCAL_RANK"]))
-        config = ModelConfig(path=str(folder / "model"), freeze_vision=True, **settings)
-        self.policy = load_model(config, folder, 0, device).policy
-
-    def parameters(self) -> dict[str, Tensor]:
-        return dict(self.policy.model.named_parameters())
-
-    def trained(self) -> dict[str, Tensor]:
-        return dict(self.policy.trainable())
-
-    @torch.no_grad()
-    def logprobs(self) -> list[float]:
-        ids = torch.arange(10, 26, device=self.policy.device)
-        positions = torch.arange(16, device=self.policy.device).expand(3, -1)
-        hidden = self.policy.hidden_packed(ids, positions, [16], [])
-        scores = (hidden[:-1] @ self.policy.head_weight.T).float().log_softmax(-1)
-        return scores.gather(1, ids[1:, None])[:, 0].tolist()
-
-
-@torch.no_grad()
-def change(parameters: dict[str, Tensor], seed: int) -> None:
-    """The same on every device: the noise is made on the host."""
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in parameters.values():
-        tensor.add_((0.02 * torch.randn(tensor.shape, generator=generator)).to(tensor))
-
-
-def fingerprint(model: Model) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.parameters().items()):
-        digest.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def state(model: Model) -> Seen:
-    return {"weights": fingerprint(model), "logprobs": model.logprobs()}
-
-
-def engine(world: World, model: Model) -> Seen:
-    """Takes updates until the learner stops it."""
-    receiver = WeightReceiver(world, model.parameters())
-    history: list[Seen] = [{"version": receiver.version, **state(model)}]
-    try:
-        while (message := world.channel(0).receive()).kind == "weights":
-            receiver.receive(message)
-            history.append({"version": receiver.version, **state(model)})
-    except (PeerError, SyncError) as error:
-        return {"history": history, "after": {"version": receiver.version, **state(model)}, **told(error)}
-    return {"history": history}
 
 
 def told(error: Exception) -> Seen:
     return {"error": str(error), "kind": type(error).__name__}
 
 
-def learner(world: World, model: Model, steps: Callable[[WeightSender], Iterator[Any]]) -> Seen:
-    sender = WeightSender(world, model.trained(), BUCKET_BYTES)
-    history: list[Seen] = []
-    for report in steps(sender):
-        history.append({"sent": [report.bytes_sent, report.tensors, report.buckets], **state(model)})
+def engine(world: World, model: Model, parameters: dict[str, Tensor] | None = None) -> Seen:
+    """Takes updates until the learner stops it. An error of its own it tells, and waits for the end."""
+    channel = world.channel(0)
+    receiver = WeightReceiver(world, parameters or model.parameters())
+    history: list[Seen] = [{"version": receiver.version, **state(model)}]
+    try:
+        while (message := channel.receive()).kind == "weights":
+            receiver.receive(message)
+            history.append({"version": receiver.version, **state(model)})
+    except RuntimeError as error:
+        if not isinstance(error, PeerError):
+            channel.send("error", {"message": str(error)})
+        return {"history": history, "after": {"version": receiver.version, **state(model)}, **told(error)}
+    channel.send("stopped")
+    return {"history": history}
+
+
+class Learner:
+    """Sends updates, and notes what each came to."""
+
+    def __init__(self, world: World, model: Model) -> None:
+        self.model = model
+        self.sender = WeightSender(world, model.trained(), BUCKET_BYTES)
+        self.history: list[Seen] = []
+
+    def send(self, version: int) -> None:
+        report = self.sender.send(version)
+        sent = [report.bytes_sent, report.tensors, report.buckets]
+        self.history.append({"sent": sent, **state(self.model)})
+
+    def seen(self) -> Seen:
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in self.model.trained().items()}
+        return {"history": self.history, "sizes": sizes}
+
+
+def stop(world: World) -> None:
+    """Lets the engines go on to the next scenario; what they still had to say is dropped."""
     for rank in range(1, world.size):
         world.channel(rank).send("stop")
-    return {"history": history, "sizes": {n: p.numel() * p.element_size() for n, p in model.trained().items()}}
+        while world.channel(rank).receive(TIMEOUT_S).kind != "stopped":
+            pass
 
 
 def plain(folder: Path, world: World) -> Seen:
@@ -128,17 +89,16 @@ def plain(folder: Path, world: World) -> Seen:
         return engine(world, model)
     trained = model.trained()
     one = next(name for name in trained if name.endswith("down_proj.weight"))
-
-    def steps(sender: WeightSender) -> Iterator[Any]:
-        change(trained, 1)
-        yield sender.send(0)
-        yield sender.send(1)
-        change({one: trained[one]}, 2)
-        yield sender.send(2)
-        change(trained, 3)
-        yield sender.send(3)
-
-    return learner(world, model, steps) | {"changed alone": one}
+    learner = Learner(world, model)
+    train(trained, 1)
+    learner.send(0)
+    learner.send(1)
+    train({one: trained[one]}, 2)
+    learner.send(2)
+    train(trained, 3)
+    learner.send(3)
+    stop(world)
+    return learner.seen() | {"changed alone": one}
 
 
 def half(folder: Path, world: World) -> Seen:
@@ -146,12 +106,11 @@ def half(folder: Path, world: World) -> Seen:
     if world.rank:
         return engine(world, TinyModel(folder, dtype="bfloat16"))
     model = TinyModel(folder)
-
-    def steps(sender: WeightSender) -> Iterator[Any]:
-        change(model.trained(), 1)
-        yield sender.send(0)
-
-    seen = learner(world, model, steps)
+    learner = Learner(world, model)
+    train(model.trained(), 1)
+    learner.send(0)
+    stop(world)
+    seen = learner.seen()
     model.policy.model.to(torch.bfloat16)
     return seen | {"rounded": fingerprint(model)}
 
@@ -162,123 +121,176 @@ def adapter(folder: Path, world: World) -> Seen:
     model = TinyModel(folder, lora=LoraConfig(rank=2, targets=("q_proj", "v_proj")))
     if world.rank:
         return engine(world, model)
+    learner = Learner(world, model)
+    train(model.trained(), 1)
+    learner.send(0)
+    stop(world)
+    return learner.seen()
 
-    def steps(sender: WeightSender) -> Iterator[Any]:
-        change(model.trained(), 1)
-        yield sender.send(0)
 
-    return learner(world, model, steps)
+def _refused(world: World, spoil: Callable[[dict[str, Tensor]], None]) -> Seen:
+    """The last engine says that it holds something else."""
+    model = Model()
+    if world.rank:
+        parameters = model.parameters()
+        if world.rank == world.size - 1:
+            spoil(parameters)
+        return engine(world, model, parameters)
+    seen: Seen = {}
+    try:
+        WeightSender(world, model.trained(), BUCKET_BYTES)
+    except SyncError as error:
+        seen = {"refused": str(error)}
+    stop(world)
+    return seen
 
 
 def other_shape(folder: Path, world: World) -> Seen:
-    """Engine 1 says that it holds another model."""
-    model = Model()
-    if world.rank:
-        parameters = model.parameters()
+    def spoil(parameters: dict[str, Tensor]) -> None:
         parameters["down_proj.weight"] = parameters["down_proj.weight"][:, :5]
-        WeightReceiver(world, parameters)
-        world.channel(0).receive()
-        return {}
-    WeightSender(world, model.trained(), BUCKET_BYTES)
-    return {}
+
+    return _refused(world, spoil)
 
 
 def missing(folder: Path, world: World) -> Seen:
-    model = Model()
-    if world.rank:
-        parameters = model.parameters()
-        del parameters["down_proj.weight"]
-        WeightReceiver(world, parameters)
-        world.channel(0).receive()
-        return {}
-    WeightSender(world, model.trained(), BUCKET_BYTES)
-    return {}
+    return _refused(world, lambda parameters: parameters.pop("down_proj.weight"))
 
 
 def two_dtypes(folder: Path, world: World) -> Seen:
-    model = Model()
-    if world.rank:
-        parameters = model.parameters()
-        if world.rank == 2:
-            parameters["bias"] = parameters["bias"].bfloat16()
-        WeightReceiver(world, parameters)
-        world.channel(0).receive()
-        return {}
-    WeightSender(world, model.trained(), BUCKET_BYTES)
-    return {}
+    def spoil(parameters: dict[str, Tensor]) -> None:
+        parameters["bias"] = parameters["bias"].bfloat16()
+
+    return _refused(world, spoil)
 
 
 def corrupted(folder: Path, world: World) -> Seen:
     """The last engine gets a wrong byte in the first update; the second goes well."""
     model = Model()
+    right, calls = weights.checksum, []
+
+    def wrong(bucket: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            bucket[3] += 1
+        return right(bucket)
+
     if world.rank:
-        right, calls = weights.checksum, []
-
-        def wrong(bucket: Tensor) -> Tensor:
-            calls.append(1)
-            if len(calls) == 2 and world.rank == world.size - 1:
-                bucket[3] += 1
-            return right(bucket)
-
-        weights.checksum = wrong
-        return engine(world, model)
-
-    def steps(sender: WeightSender) -> Iterator[Any]:
-        change(model.trained(), 1)
+        weights.checksum = wrong if world.rank == world.size - 1 else right
         try:
-            sender.send(0)
-        except SyncError as error:
-            errors.append(str(error))
-        yield sender.send(1)
-
+            return engine(world, model)
+        finally:
+            weights.checksum = right
+    learner = Learner(world, model)
+    train(model.trained(), 1)
     errors: list[str] = []
-    return learner(world, model, steps) | {"errors": errors}
+    try:
+        learner.send(0)
+    except SyncError as error:
+        errors.append(str(error))
+    learner.send(1)
+    stop(world)
+    return learner.seen() | {"errors": errors}
 
 
 def falling(folder: Path, world: World) -> Seen:
     model = Model()
     if world.rank:
         return engine(world, model)
-
-    def steps(sender: WeightSender) -> Iterator[Any]:
-        yield sender.send(5)
-        try:
-            sender.send(4)
-        except ValueError as error:
-            errors.append(str(error))
-
+    learner = Learner(world, model)
+    learner.send(5)
     errors: list[str] = []
-    return learner(world, model, steps) | {"errors": errors}
+    try:
+        learner.send(4)
+    except ValueError as error:
+        errors.append(str(error))
+    stop(world)
+    return learner.seen() | {"errors": errors}
+
+
+def _one_update(world: World) -> Seen:
+    model = Model()
+    if world.rank:
+        return engine(world, model)
+    learner = Learner(world, model)
+    train(model.trained(), 1)
+    learner.send(0)
+    stop(world)
+    return learner.seen()
+
+
+def _at_broadcast(number: int, do: Callable[[], Any]) -> None:
+    """Does something else instead of the broadcast of this number, counted from 0."""
+    real, calls = weights.dist.broadcast, []
+
+    def broadcast(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return do() if len(calls) - 1 == number else real(*arguments, **options)
+
+    weights.dist.broadcast = broadcast
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def engine_dies(folder: Path, world: World) -> Seen:
-    """The last engine is killed in the middle of the first bucket; the others must keep their weights."""
-    model = Model()
+    """The last engine is killed after the first bucket; the others must keep their weights."""
     if world.rank == world.size - 1:
-        weights.dist.broadcast = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    if world.rank:
-        return engine(world, model)
-
-    def steps(sender: WeightSender) -> Iterator[Any]:
-        change(model.trained(), 1)
-        yield sender.send(0)
-
-    return learner(world, model, steps)
+        _at_broadcast(1, _die)
+    return _one_update(world)
 
 
 def learner_dies(folder: Path, world: World) -> Seen:
-    """The learner is killed after all buckets arrived, before it says commit."""
-    model = Model()
+    """The learner is killed after the first bucket."""
     if world.rank == 0:
-        WeightSender._compare = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    if world.rank:
-        return engine(world, model)
+        _at_broadcast(1, _die)
+    return _one_update(world)
 
-    def steps(sender: WeightSender) -> Iterator[Any]:
-        change(model.trained(), 1)
-        yield sender.send(0)
 
-    return learner(world, model, steps)
+def learner_dies_late(folder: Path, world: World) -> Seen:
+    """The learner is killed when it has told one engine to commit, and not yet the others."""
+
+    def only_the_first(sender: WeightSender, kind: str, content: Seen | None = None) -> None:
+        for channel in sender._channels:
+            channel.send(kind, content)
+            if kind == "commit":
+                _die()
+
+    if world.rank == 0:
+        WeightSender._tell = only_the_first
+    return _one_update(world)
+
+
+def engine_stands_still(folder: Path, world: World) -> Seen:
+    """The last engine is stopped, as a debugger would, before it takes the weights: alive, and silent."""
+    world.timeout_s = SHORT_S
+    if world.rank == world.size - 1:
+        _at_broadcast(0, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    try:
+        return _one_update(world)
+    finally:
+        if world.rank == 0:
+            os.kill(world.peers[-1].pid, signal.SIGKILL)
+
+
+def engine_without_memory(folder: Path, world: World) -> Seen:
+    def full(receiver: WeightReceiver, plan: object) -> list[Tensor]:
+        raise torch.OutOfMemoryError("no memory for 42 bytes")
+
+    if world.rank == world.size - 1:
+        WeightReceiver._room = full
+    return _one_update(world)
+
+
+def transfer_fails(folder: Path, world: World) -> Seen:
+    """The last engine's collective raises, while those of the others wait for it."""
+
+    def broken() -> None:
+        raise RuntimeError("link down")
+
+    if world.rank == world.size - 1:
+        _at_broadcast(0, broken)
+    return _one_update(world)
 
 
 def absent(folder: Path, world: World) -> Seen:
@@ -291,38 +303,62 @@ def absent(folder: Path, world: World) -> Seen:
     return {}
 
 
-SCENARIOS = {
-    f.__name__: f
-    for f in (
-        plain,
-        half,
-        adapter,
-        other_shape,
-        missing,
-        two_dtypes,
-        corrupted,
-        falling,
-        engine_dies,
-        learner_dies,
-        absent,
-    )
-}
-
-
-def main(scenario: str, folder: Path) -> int:
+def rank_main(folder: Path, scenarios: list[str]) -> int:
+    """One process. Writes `folder/rank<n>.json`, of a process that was not killed."""
     torch.set_num_threads(1)
     platform = select()
     use(platform.kernels)
+    world = join(platform, TIMEOUT_S, START_TIMEOUT_S)
+    seen: Seen = {}
     try:
-        seen = SCENARIOS[scenario](folder, join(platform, TIMEOUT_S, START_TIMEOUT_S))
+        for name in scenarios:
+            seen[name] = globals()[name](folder, world)
     except (PeerError, SyncError) as error:
-        seen = told(error)
-    rank = os.environ["RANK"]
-    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-    if "error" in seen:
+        seen[name] = told(error)
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    if "error" in seen[name]:
         leave(1)
+    world.close()
     return 0
 
 
+def fork(folder: Path, rank: int, size: int, port: int, scenarios: list[str]) -> int:
+    """The process id. The child ends as Python does, by the exit of this whole program."""
+    child = os.fork()
+    if child:
+        return child
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    raise SystemExit(rank_main(folder, scenarios))
+
+
+def exit_codes(processes: list[int], limit_s: float) -> list[int | None]:
+    """None of a process that did not end in time, and was killed."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + limit_s
+    while len(codes) < len(processes) and time.monotonic() < deadline:
+        for process in set(processes) - set(codes):
+            done, status = os.waitpid(process, os.WNOHANG)
+            if done:
+                codes[process] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    for process in set(processes) - set(codes):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    return [codes.get(process) for process in processes]
+
+
+def main(folder: Path, size: int, groups: list[str]) -> None:
+    for group in groups:
+        inside = folder / group
+        inside.mkdir()
+        port = free_port()
+        processes = [fork(inside, rank, size, port, group.split(",")) for rank in range(size)]
+        (inside / "codes.json").write_text(json.dumps(exit_codes(processes, limit_s=60)))
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1], Path(sys.argv[2])))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_vlrl.sync.plan import ALIGNMENT, Fact, distinct, make_plan
-from npu_vlrl.sync.weights import checksum
+from npu_vlrl.sync.transfer import checksum
 
 dtypes = st.sampled_from(["float32", "bfloat16", "float16", "int64"])
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.sync.scenarios import MoreScenarios, Scenarios
+from tests.sync import scenarios
 
 
-class TestOneEngine(MoreScenarios):
+class TestOneEngine(scenarios.OneEngine):
     pass
 
 
-class TestTwoEngines(Scenarios):
-    size = 3
+class TestTwoEngines(scenarios.TwoEngines):
+    pass

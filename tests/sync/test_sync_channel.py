@@ -1,0 +1,173 @@
+"""Messages over a real connection: what arrives, and what is said when the other end is gone, silent or a stranger."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import torch.distributed as dist
+
+from npu_vlrl.sync import world
+from npu_vlrl.sync.channel import Channel, Message, Peer, PeerError
+
+LEARNER, ENGINE = Peer(0, "learner", "here", 11), Peer(1, "engine 1", "there", 12)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, socket.socket]]:
+    """A channel to `ENGINE`, and that one's bare socket."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    channel = Channel(near, ENGINE, timeout_s=0.3)
+    yield channel, far
+    channel.close()
+    far.close()
+
+
+def test_a_message_arrives_as_it_was_sent(ends: tuple[Channel, socket.socket]) -> None:
+    near, far = ends
+    other = Channel(far, LEARNER, 5.0)
+    content = {"a": [1, 2.5, None, True], "ü": {"nested": "\n"}}
+    large = bytes(range(256)) * 20000  # more than a socket holds
+    sending = threading.Thread(target=other.send, args=("kind", content, [b"", b"\x00\xff", large]))
+    sending.start()
+    assert near.receive(5.0) == Message("kind", content, (b"", b"\x00\xff", large))
+    sending.join()
+    other.send("bare")
+    assert near.receive() == Message("bare")
+
+
+def test_a_number_that_json_does_not_have_is_refused(ends: tuple[Channel, socket.socket]) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        ends[0].send("kind", {"loss": float("nan")})
+
+
+def test_a_silent_peer_is_named(ends: tuple[Channel, socket.socket]) -> None:
+    near, _ = ends
+    near.check_alive()
+    assert not near.waiting()
+    with pytest.raises(PeerError, match=r"^engine 1 \(rank 1, process 12 on there\) did not answer within 0.1 s; its"):
+        near.receive(0.1)
+
+
+def test_a_peer_that_stops_in_the_middle_is_named(ends: tuple[Channel, socket.socket]) -> None:
+    near, far = ends
+    far.sendall(struct.pack("<QQ", 20, 0) + b'["kind"')
+    with pytest.raises(PeerError, match=r"stopped in the middle of a message for 0\.3 s"):
+        near.receive(1.0)
+
+
+def test_a_peer_that_takes_nothing_is_named(ends: tuple[Channel, socket.socket]) -> None:
+    with pytest.raises(PeerError, match=r"took no data for 0\.3 s"):
+        ends[0].send("kind", {}, [bytes(2**25)])
+
+
+def test_no_room_is_made_for_an_impossible_header(ends: tuple[Channel, socket.socket]) -> None:
+    near, far = ends
+    far.sendall(struct.pack("<QQ", 2**62, 0))
+    with pytest.raises(PeerError, match=f"header of {2**62} bytes"):
+        near.receive(1.0)
+
+
+@pytest.mark.parametrize("rude", [False, True])
+def test_a_peer_that_ends_is_named_by_every_call(ends: tuple[Channel, socket.socket], rude: bool) -> None:
+    near, far = ends
+    if rude:  # the connection is reset, as by a process that is killed with data unread
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()
+    assert near.waiting(5.0)
+    with pytest.raises(PeerError, match=r"^engine 1 .* is gone"):
+        near.check_alive()
+    with pytest.raises(PeerError, match=r"^engine 1 .* is gone"):
+        near.receive(1.0)
+    with pytest.raises(PeerError, match=r"^engine 1 .* is gone"):
+        for _ in range(100):  # the first ones may still be taken by the system
+            near.send("kind", {"text": "x" * 10000})
+
+
+def test_what_a_peer_said_before_its_end_is_read_first(ends: tuple[Channel, socket.socket]) -> None:
+    near, far = ends
+    Channel(far, LEARNER, 5.0).send("last words")
+    far.close()
+    near.check_alive()
+    assert near.receive(5.0).kind == "last words"
+
+
+def test_a_lost_machine_is_noticed_by_the_system(ends: tuple[Channel, socket.socket]) -> None:
+    near = ends[0]._socket
+    assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    idle, every, times = (
+        near.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}")) for name in ("IDLE", "INTVL", "CNT")
+    )
+    assert idle + every * times == 120  # seconds
+
+
+class Accepting:
+    """The learner's half of joining, in a thread."""
+
+    def __init__(self, engines: int, start_timeout_s: float) -> None:
+        self.store = dist.HashStore()
+        self.found: dict[int, Channel] = {}
+        self.error: Exception | None = None
+        arguments = (self.store, "127.0.0.1", engines + 1, 5.0, start_timeout_s)
+        self.thread = threading.Thread(target=self._run, args=arguments)
+        self.thread.start()
+
+    def _run(self, *arguments: object) -> None:
+        try:
+            self.found = world._accept(*arguments)  # type: ignore[arg-type]
+        except PeerError as error:
+            self.error = error
+
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", int(self.store.get(world.ADDRESS_KEY).split()[0])
+
+
+def test_strangers_are_sent_away_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "TOKEN_TIMEOUT_S", 0.2)
+    learner = Accepting(engines=2, start_timeout_s=20.0)
+    for words in (b"", b"short", b"x" * 32, struct.pack("<QQ", 2**62, 2**62) + b"y" * 100):
+        with socket.create_connection(learner.address(), 5.0) as stranger:
+            stranger.sendall(words)
+            stranger.settimeout(5.0)
+            with suppress(ConnectionResetError):  # it was closed with words unread
+                assert stranger.recv(1) == b""
+    engines = [Peer(rank, f"engine {rank}", "here", 100 + rank) for rank in (2, 1)]
+    channels = [world._connect(learner.store, "127.0.0.1", engine, 5.0) for engine in engines]
+    learner.thread.join()
+    assert {rank: channel.peer for rank, channel in learner.found.items()} == {2: engines[0], 1: engines[1]}
+    learner.found[1].send("welcome")
+    assert channels[1].receive(5.0).kind == "welcome"
+    for channel in (*channels, *learner.found.values()):
+        channel.close()
+
+
+def test_an_engine_that_does_not_come_is_named() -> None:
+    learner = Accepting(engines=2, start_timeout_s=1.0)
+    channel = world._connect(learner.store, "127.0.0.1", Peer(1, "engine 1", "here", 101), 5.0)
+    learner.thread.join()
+    channel.close()
+    assert isinstance(learner.error, PeerError)
+    assert str(learner.error).startswith("engine 2 (rank 2, process 0 on an unknown host) did not come within 1 s; ")
+
+
+def test_a_learner_that_does_not_listen_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    store = dist.HashStore()
+    store.set(world.ADDRESS_KEY, f"{free} token")
+    with pytest.raises(PeerError, match=r"^learner \(rank 0, process 0 on 127.0.0.1\) cannot be reached \(.*refused"):
+        world._connect(store, "127.0.0.1", ENGINE, 5.0)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, 1), ("3", 3)])
+def test_the_number_of_processes(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: int) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if value:
+        monkeypatch.setenv("WORLD_SIZE", value)
+    assert world.started_processes() == expected

@@ -1,0 +1,122 @@
+"""A collective that can be given up, and what counts as a change."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from npu_vlrl.sync import transfer
+from npu_vlrl.sync.transfer import TransferTimeout, guarded
+from npu_vlrl.sync.weights import count_optimizer_steps
+
+
+class Process:
+    """What a transfer asks of a world."""
+
+    abandoned = False
+
+    def enter_thread(self) -> None:
+        self.entered = threading.current_thread()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(transfer, "GRACE_S", 0.2)
+    return Process()
+
+
+def nothing() -> None: ...
+
+
+def test_the_result_comes_back_from_a_thread_that_was_prepared(world: Any) -> None:
+    def work() -> str:
+        assert threading.current_thread() is world.entered and world.abandoned
+        return "done"
+
+    assert guarded(work, world, nothing, 5.0) == "done"
+    assert world.entered is not threading.current_thread() and not world.abandoned
+
+
+def test_a_collective_that_hangs_is_given_up_for_what_look_says(world: Any) -> None:
+    release = threading.Event()
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            raise LookupError("engine 2 is gone")
+
+    with pytest.raises(LookupError, match="engine 2 is gone"):
+        guarded(release.wait, world, look, 50.0)
+    assert world.abandoned
+    release.set()
+
+
+def test_a_collective_that_hangs_is_given_up_after_the_limit(world: Any) -> None:
+    release = threading.Event()
+    with pytest.raises(TransferTimeout):
+        guarded(release.wait, world, nothing, 0.1)
+    assert world.abandoned
+    release.set()
+
+
+def broken() -> None:
+    raise RuntimeError("connection closed")
+
+
+def test_an_error_of_the_collective_is_raised_here(world: Any) -> None:
+    with pytest.raises(RuntimeError, match="connection closed"):
+        guarded(broken, world, nothing, 5.0)
+    assert world.abandoned
+
+
+def test_the_reason_that_comes_after_the_error_is_raised_instead(world: Any) -> None:
+    began = time.monotonic()
+
+    def look() -> None:
+        if time.monotonic() - began > 0.1:
+            raise LookupError("engine 2 is gone")
+
+    with pytest.raises(LookupError):
+        guarded(broken, world, look, 5.0)
+
+
+class Silent(torch.optim.Optimizer):
+    """Writes without counting in any release of torch, as fused optimisers do in some."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.data.sub_(parameter.grad)
+
+
+def counted(kind: type[torch.optim.Optimizer], **options: object) -> list[bool]:
+    """Whether a step shows in the version counters of two parameters, of which the first has a gradient."""
+    parameters = [torch.nn.Parameter(torch.randn(3, 2)) for _ in range(2)]
+    parameters[0].grad = torch.ones(3, 2)
+    before = [parameter.detach().clone() for parameter in parameters]
+    kind(parameters, **options).step()
+    assert [bool((old != new).any()) for old, new in zip(before, parameters, strict=True)] == [True, False]
+    return [parameter._version > 0 for parameter in parameters]
+
+
+def test_every_step_counts_as_a_change_of_what_it_changed() -> None:
+    assert count_optimizer_steps() is count_optimizer_steps(), "one hook, however many senders"
+    assert counted(Silent) == [True, False]
+    assert counted(torch.optim.AdamW, fused=True) == [True, False]
+
+
+def test_without_the_hook_a_silent_step_does_not_count() -> None:
+    count_optimizer_steps().remove()
+    count_optimizer_steps.cache_clear()
+    try:
+        assert counted(Silent) == [False, False]
+    finally:
+        count_optimizer_steps()
