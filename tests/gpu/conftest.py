@@ -1,7 +1,9 @@
-"""These tests need a CUDA device: `python -m pytest tests/gpu -q` on a machine that has one."""
+"""These tests need a CUDA device, and those of `sync/` two: `python -m pytest tests/gpu -q` on such a machine."""
 
 from __future__ import annotations
 
 import torch
 
-collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
+_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+collect_ignore_glob = ["test_*.py"] if _DEVICES == 0 else ["test_gpu_sync.py"] if _DEVICES == 1 else []

@@ -143,7 +143,8 @@ def test_a_learner_that_fails_tells_its_engines_to_end(tmp_path: Path) -> None:
     """Its own message is the only one."""
     words = command(tmp_path, "model.path=/no/model")
     assert finish(start(2, words, tmp_path), 60) == [2, 0], said(tmp_path, 2)
-    assert log(tmp_path, 0).read_text().startswith("npu-vlrl: model.path: /no/model is not a Hugging Face model folder")
+    # torch 2.9 has gloo tell of its connections first
+    assert "npu-vlrl: model.path: /no/model is not a Hugging Face model folder" in log(tmp_path, 0).read_text()
     assert log(tmp_path, 1).read_text() == ""
 
 
