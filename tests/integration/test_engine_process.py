@@ -143,9 +143,14 @@ def test_a_learner_that_fails_tells_its_engines_to_end(tmp_path: Path) -> None:
     """Its own message is the only one."""
     words = command(tmp_path, "model.path=/no/model")
     assert finish(start(2, words, tmp_path), 60) == [2, 0], said(tmp_path, 2)
-    # torch 2.9 has gloo tell of its connections first
-    assert "npu-vlrl: model.path: /no/model is not a Hugging Face model folder" in log(tmp_path, 0).read_text()
-    assert log(tmp_path, 1).read_text() == ""
+    assert own_words(tmp_path, 0).startswith("npu-vlrl: model.path: /no/model is not a Hugging Face model folder")
+    assert own_words(tmp_path, 1) == ""
+
+
+def own_words(folder: Path, rank: int) -> str:
+    """What a process said, without the line in which gloo of torch 2.9 tells of its connections."""
+    lines = log(folder, rank).read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("[Gloo] Rank "))
 
 
 def test_evaluation_samples_in_the_engine_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
