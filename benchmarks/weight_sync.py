@@ -13,12 +13,13 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from npu_vlrl.hardware import Platform, select
-from npu_vlrl.sync.weights import WeightReceiver, WeightSender
+from npu_vlrl.sync.weights import SyncReport, WeightReceiver, WeightSender
 from npu_vlrl.sync.world import World, join
 
 LAYER = {
@@ -44,13 +45,16 @@ def parameters(total: float, device: torch.device) -> dict[str, torch.Tensor]:
     return found
 
 
-def timed(work: object, platform: Platform, repeat: int) -> float:
-    """The median of some calls after one to warm up, in seconds."""
+def timed(
+    work: Callable[[], object], platform: Platform, repeat: int, before: Callable[[], object] = lambda: None
+) -> float:
+    """The median of some calls after one to warm up, in seconds; what `before` does each time is not counted."""
     seconds = []
     for _ in range(repeat + 1):
+        before()
         platform.synchronize()
         began = time.perf_counter()
-        work()  # type: ignore[operator]
+        work()
         platform.synchronize()
         seconds.append(time.perf_counter() - began)
     return sorted(seconds[1:])[repeat // 2]
@@ -58,39 +62,30 @@ def timed(work: object, platform: Platform, repeat: int) -> float:
 
 def learner(world: World, platform: Platform, weights: dict[str, torch.Tensor], options: argparse.Namespace) -> None:
     sender = WeightSender(world, weights, options.bucket_mib * 2**20)
-    version = 0
-
-    def send() -> None:
-        nonlocal version
-        for tensor in weights.values():
-            tensor.add_(1)
-        platform.synchronize()
-        began = time.perf_counter()
-        size.append(sender.send(version).bytes_sent)
-        spent.append(time.perf_counter() - began)
-        version += 1
-
-    size: list[int] = []
-    spent: list[float] = []
-    for _ in range(options.repeat + 1):
-        send()
-    seconds = sorted(spent[1:])[options.repeat // 2]
+    reports: list[SyncReport] = []
+    seconds = timed(
+        lambda: reports.append(sender.send(len(reports))),
+        platform,
+        options.repeat,
+        before=lambda: [tensor.add_(1) for tensor in weights.values()],
+    )
+    size = reports[-1].bytes_sent
     for rank in range(1, world.size):
         world.channel(rank).send("stop")
-    flat = torch.ones(size[0], dtype=torch.uint8, device=next(iter(weights.values())).device)
+    flat = torch.ones(size, dtype=torch.uint8, device=next(iter(weights.values())).device)
     raw = timed(lambda: dist.broadcast(flat, 0), platform, options.repeat)
     print(
         json.dumps(
             {
                 "device": platform.device_name(0),
                 "processes": world.size,
-                "bytes": size[0],
+                "bytes": size,
                 "tensors": len(weights),
                 "bucket_mib": options.bucket_mib,
                 "send_seconds": seconds,
-                "send_GB_per_s": size[0] / seconds / 1e9,
+                "send_GB_per_s": size / seconds / 1e9,
                 "bare_broadcast_seconds": raw,
-                "bare_GB_per_s": size[0] / raw / 1e9,
+                "bare_GB_per_s": size / raw / 1e9,
                 "share_of_bare": raw / seconds,
             }
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-import transformers
 
 from npu_vlrl import kernels
 from npu_vlrl.config import Config, ConfigError, SourceConfig
@@ -25,7 +23,7 @@ from npu_vlrl.rollout import remote
 from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.rollout.serve import serve
-from npu_vlrl.sync.world import LEARNER, Peer, PeerError, World, join, started_processes
+from npu_vlrl.sync.world import Peer, PeerError, World, join, local_rank, started_processes
 from npu_vlrl.types import DataError, Task
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.rewards import make_judge
@@ -79,13 +77,14 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     world = _join_engines(config, platform, cleanup) if started_processes() > 1 else None
     with _blaming("model"):
         if world is not None:
-            transformers.utils.logging.disable_progress_bar()
             model_folder(config.model.path, run_dir / "model", config.train.seed)  # engines may read it now
             remote.begin(world, run_dir / "model")
         loaded, vision = _load(config, run_dir / "model", platform)
         renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
-    engine: RoundEngine = InProcessEngine(loaded.policy, vision)
-    if world is not None:
+    engine: RoundEngine
+    if world is None:
+        engine = InProcessEngine(loaded.policy, vision)
+    else:
         engine = remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
     workflow = VisionMultiTurnAgenticWorkflow(
         config.workflow, renderer, judge, toolbox, reward.failed_reward, loaded.processor
@@ -104,11 +103,6 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.train.seed),
         Sampling(evaluation.temperature, evaluation.top_p, evaluation.top_k, config.train.seed),
     )
-
-
-def is_engine() -> bool:
-    """Whether this process was started to sample for a learner, which is another process."""
-    return int(os.environ.get("RANK", "0")) != LEARNER
 
 
 def run_engine(config: Config) -> None:
@@ -132,7 +126,7 @@ def run_engine(config: Config) -> None:
 def _prepare(config: Config) -> Platform:
     """Makes this process ready for models, each process on a device of its own."""
     platform = select()
-    platform.set_device(_local_rank())
+    platform.set_device(local_rank())
     kernels.use(platform.kernels)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
@@ -141,12 +135,8 @@ def _prepare(config: Config) -> Platform:
 
 
 def _load(config: Config, scratch: Path, platform: Platform) -> tuple[LoadedModel, VisionFeatures]:
-    loaded = load_model(config.model, scratch, config.train.seed, platform.device(_local_rank()))
+    loaded = load_model(config.model, scratch, config.train.seed, platform.device(local_rank()))
     return loaded, VisionFeatures(loaded.policy, loaded.processor, config.rollout.feature_cache_mib * 2**20)
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from npu_vlrl.build import Parts, build, is_engine, run_engine
+from npu_vlrl.build import Parts, build, run_engine
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluate import accuracies, evaluate
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
@@ -18,6 +18,7 @@ from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.metrics import rollout_metrics
 from npu_vlrl.report.run_folder import RunFolder, versions
 from npu_vlrl.rollout.collect import Rollout, collect
+from npu_vlrl.sync.world import is_engine
 from npu_vlrl.types import Sample, Trajectory
 from npu_vlrl.workflow.export import export
 

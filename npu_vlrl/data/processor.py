@@ -91,7 +91,7 @@ class ImageProcessor:
 
     def describe(self, image: Image) -> ImageInput:
         """Grid and token count of a picture; touches no pixel."""
-        height, width = self._resized(*_padded(*image.size))
+        height, width = self._resized(*padded(*image.size))
         grid = (1, height // self.patch_size, width // self.patch_size)
         return ImageInput(image, grid, grid[1] * grid[2] // self.merge_size**2)
 
@@ -130,7 +130,7 @@ class ImageProcessor:
     def _encode(self, image: Image) -> np.ndarray:
         """float32 [P, 3 * temporal * patch * patch]"""
         rgb = image.rgb
-        width, height = _padded(*image.size)
+        width, height = padded(*image.size)
         if (width, height) != image.size:
             # Only right and below, so that a box given in pixels keeps its place.
             rgb = np.full((height, width, 3), 255, np.uint8)
@@ -151,7 +151,7 @@ class ImageProcessor:
         return (levels - mean) / std
 
 
-def _padded(width: int, height: int) -> tuple[int, int]:
+def padded(width: int, height: int) -> tuple[int, int]:
     """(width, height) with the shorter side grown until the aspect ratio is legal."""
     return max(width, math.ceil(height / MAX_ASPECT)), max(height, math.ceil(width / MAX_ASPECT))
 

@@ -24,6 +24,11 @@ class CollectiveError(RuntimeError):
     """The processes did not get the right sum in time; the message says which, and what it said."""
 
 
+def keep_gloo_on_this_machine() -> None:
+    """For processes of one machine, before they join: nothing then listens to others. The user's choice stays."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
 def backend(platform: Platform) -> str:
     """With a device for each process that of a training, else gloo on the host."""
     return platform.process_group_backend if platform.device_count() >= SIZE else "gloo"
@@ -80,7 +85,7 @@ def peer(platform: Platform, rank: int, store: str, timeout_s: float) -> None:
     if name != "gloo":
         platform.set_device(rank)
         devices.append(platform.device(rank))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # both are on this machine
+    keep_gloo_on_this_machine()
     dist.init_process_group(
         name, init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=timeout_s)
     )

@@ -171,17 +171,10 @@ def add_at(x_BTH: Tensor, mask_BT: Tensor, rows_NH: Tensor) -> Tensor:
 if triton_logprob.available("ascend"):
 
     @register("logprob_entropy", "npu")
-    def logprob_entropy(
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        targets_T: Tensor,
-        temperature: float = 1.0,
-        forbidden_V: Tensor | None = None,
-        chunk: int = 1024,
-    ) -> tuple[Tensor, Tensor]:
+    def logprob_entropy(hidden_TH: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """By Triton, or by the reference where that is not suitable."""
         chosen = triton_logprob if triton_logprob.suitable(hidden_TH) else reference
-        return chosen.logprob_entropy(hidden_TH, weight_VH, targets_T, temperature, forbidden_V, chunk)
+        return chosen.logprob_entropy(hidden_TH, *rest, **options)
 
 
 mindspeed.register_offers()

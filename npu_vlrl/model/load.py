@@ -47,6 +47,8 @@ class LoadedModel:
 
 def model_folder(path: str, scratch: Path, seed: int) -> Path:
     """The folder that `model.path` means; `tiny:KIND` is written below `scratch` first, unless it is there already."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()  # every load begins here, and so does writing a tiny model
     if path.startswith("tiny:"):
         folder = scratch / f"{path[5:]}-seed{seed}"
         try:
@@ -64,8 +66,6 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
 
     Raises ConfigError for an unsupported or incomplete folder, naming what is missing.
     """
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
     folder = model_folder(config.path, scratch, seed)
     model = load_weights(folder, DTYPES[config.dtype]).to(device)
     attach(model)

@@ -14,9 +14,10 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from npu_vlrl.hardware import Platform
+from npu_vlrl.hardware.collective import keep_gloo_on_this_machine
 from npu_vlrl.sync.channel import Channel, Peer, PeerError
 
-__all__ = ["Channel", "Peer", "PeerError", "World", "join", "leave", "started_processes"]
+__all__ = ["Channel", "Peer", "PeerError", "World", "is_engine", "join", "leave", "local_rank", "started_processes"]
 
 LEARNER = 0
 START_TIMEOUT_S = 600.0
@@ -31,6 +32,16 @@ UNSEEN = Peer(-1, "another process", "an unknown host", 0)
 def started_processes() -> int:
     """How many processes torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's number on its machine, which is that of its device; 0 without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_engine() -> bool:
+    """Whether this process was started to sample for a learner, which is another process."""
+    return int(os.environ.get("RANK", "0")) != LEARNER
 
 
 class World:
@@ -66,7 +77,7 @@ class World:
 
     def enter_thread(self) -> None:
         """A new thread begins with device 0; this gives it the process's own."""
-        self._platform.set_device(int(os.environ["LOCAL_RANK"]))
+        self._platform.set_device(local_rank())
 
     def close(self) -> None:
         """Ends the connections, and the process group unless a collective hangs in it."""
@@ -89,10 +100,10 @@ def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TI
     Raises HardwareError without that device, and PeerError when another process does not come in `start_timeout_s`.
     """
     rank, size = int(os.environ["RANK"]), started_processes()
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    platform.set_device(local_rank)
-    if local_size == size:  # nothing listens to other machines
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    platform.set_device(local_rank())
+    if local_size == size:
+        keep_gloo_on_this_machine()
     me = Peer(rank, f"engine {rank}" if rank else "learner", socket.gethostname(), os.getpid())
     try:
         dist.init_process_group(platform.process_group_backend, timeout=timedelta(seconds=start_timeout_s))
@@ -100,16 +111,13 @@ def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TI
         raise PeerError(UNSEEN, f"did not come to {me} within {start_timeout_s:g} s ({error})") from error
     store = dist.distributed_c10d._get_default_store()
     host = "127.0.0.1" if local_size == size else os.environ["MASTER_ADDR"]
-    channels = (
-        _accept(store, host, size, timeout_s, start_timeout_s)
-        if rank == LEARNER
-        else {LEARNER: _connect(store, host, me, timeout_s)}
-    )
     if rank == LEARNER:
+        channels = _accept(store, host, size, timeout_s, start_timeout_s)
         peers = [me, *(channels[other].peer for other in range(1, size))]
         for channel in channels.values():
             channel.send("welcome", {"peers": [[p.rank, p.name, p.host, p.pid] for p in peers]})
     else:
+        channels = {LEARNER: _connect(store, host, me, timeout_s)}
         welcome = channels[LEARNER].receive(start_timeout_s)
         peers = [Peer(*values) for values in welcome.content["peers"]]
         channels[LEARNER].peer = peers[LEARNER]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from npu_vlrl.config import WorkflowConfig
-from npu_vlrl.data.processor import MAX_ASPECT, ImageProcessor
+from npu_vlrl.data.processor import ImageProcessor, padded
 from npu_vlrl.types import (
     DataError,
     EngineSession,
@@ -212,9 +211,7 @@ class VisionMultiTurnAgenticWorkflow:
 def seen_frame(processor: ImageProcessor, image: Image) -> Frame:
     """How a picture looks to the model of `processor`."""
     _, rows, columns = processor.describe(image).grid
-    width, height = image.size
-    canvas = max(width, math.ceil(height / MAX_ASPECT)), max(height, math.ceil(width / MAX_ASPECT))
-    return Frame(image.size, canvas, (columns * processor.patch_size, rows * processor.patch_size))
+    return Frame(image.size, padded(*image.size), (columns * processor.patch_size, rows * processor.patch_size))
 
 
 def _size(conversation: Conversation) -> int:
