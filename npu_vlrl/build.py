@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from npu_vlrl import kernels
 from npu_vlrl.config import Config, ConfigError, SourceConfig
+from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.data.source import TaskSource
-from npu_vlrl.data.synthetic import arrow_task, load_photos, photo_task
+from npu_vlrl.data.synthetic import arrow_task, episode_task, load_photos, photo_task
 from npu_vlrl.hardware import Platform, select
 from npu_vlrl.learner.algorithm import Algorithm, resolve
 from npu_vlrl.model.load import LoadedModel, load_model, model_folder
@@ -24,7 +26,9 @@ from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.rollout.serve import serve
 from npu_vlrl.sync.world import Peer, PeerError, World, join, local_rank, started_processes
-from npu_vlrl.types import DataError, Task
+from npu_vlrl.types import DataError, Environment, Task
+from npu_vlrl.workflow.environments import game_environments
+from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.rewards import make_judge
 from npu_vlrl.workflow.tools import Toolbox
@@ -62,18 +66,11 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     """
     platform = _prepare(config)
     algorithm = resolve(config.algorithm)
-    rollout, evaluation, reward = config.rollout, config.evaluation, config.reward
-    with _blaming("reward"):
-        judge = make_judge(reward.rule, reward.options, workers=reward.workers, deadline_s=reward.deadline_s)
-    cleanup.callback(judge.close)
-    with _blaming("workflow.tools"):
-        toolbox = Toolbox(
-            config.workflow.tools, workers=config.workflow.tool_workers, deadline_s=config.workflow.tool_deadline_s
-        )
-    cleanup.callback(toolbox.close)
+    rollout, evaluation = config.rollout, config.evaluation
+    setting = make_setting(config, cleanup)
     with _blaming("data"):
-        train_tasks = task_source(config.data.train, config.train.seed, config.model.path, judge.check_gold)
-        eval_tasks, eval_skipped = evaluation_tasks(config, judge.check_gold)
+        train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
+        eval_tasks, eval_skipped = evaluation_tasks(config, setting.check_gold)
     world = _join_engines(config, platform, cleanup) if started_processes() > 1 else None
     with _blaming("model"):
         if world is not None:
@@ -87,7 +84,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     else:
         engine = remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
     workflow = VisionMultiTurnAgenticWorkflow(
-        config.workflow, renderer, judge, toolbox, reward.failed_reward, loaded.processor
+        config.workflow, renderer, lambda: setting.new_environment(loaded.processor), setting.schemas
     )
     return Parts(
         platform,
@@ -102,6 +99,43 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         eval_skipped,
         Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.train.seed),
         Sampling(evaluation.temperature, evaluation.top_p, evaluation.top_k, config.train.seed),
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the configured environment is to the rest of a run."""
+
+    new_environment: Callable[[ImageProcessor | None], Environment]
+    schemas: Sequence[Mapping[str, Any]] = ()
+    """Functions that the policy is told it may call."""
+    check_gold: Callable[[str], None] | None = None
+    """Refuses answers of records that cannot be judged against."""
+
+
+def make_setting(config: Config, cleanup: ExitStack) -> Setting:
+    """Worker processes that it starts end with `cleanup`. Raises ConfigError for what cannot be made."""
+    return _game(config) if config.environment.is_game else _visual_qa(config, cleanup)
+
+
+def _game(config: Config) -> Setting:
+    with _blaming("environment"):
+        new_environment = game_environments(config.environment)
+    return Setting(lambda _: new_environment())
+
+
+def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
+    reward, workflow = config.reward, config.workflow
+    with _blaming("reward"):
+        judge = make_judge(reward.rule, reward.options, workers=reward.workers, deadline_s=reward.deadline_s)
+    cleanup.callback(judge.close)
+    with _blaming("workflow.tools"):
+        toolbox = Toolbox(workflow.tools, workers=workflow.tool_workers, deadline_s=workflow.tool_deadline_s)
+    cleanup.callback(toolbox.close)
+    return Setting(
+        lambda processor: VisualQA(workflow, judge, toolbox, reward.failed_reward, processor),
+        toolbox.schemas() if workflow.describe_tools else (),
+        judge.check_gold,
     )
 
 
@@ -161,11 +195,14 @@ def _join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> Wor
 
 
 def task_source(
-    config: SourceConfig, seed: int, model_path: str, check_answer: Callable[[str], None] | None = None
+    config: SourceConfig, whole: Config, seed: int, check_answer: Callable[[str], None] | None = None
 ) -> TaskSource:
-    """`check_answer` refuses gold answers of records; those of generated tasks are right by construction."""
+    """Tasks of one source of the `whole` configuration.
+
+    `check_answer` refuses gold answers of records; those of generated tasks are right by construction.
+    """
     if config.generator is not None:
-        return TaskSource.generated(_generator(config.generator, seed, model_path))
+        return TaskSource.generated(_generator(whole, config.generator, seed))
     assert config.path is not None
     if not Path(config.path).exists():
         raise ConfigError(
@@ -180,14 +217,13 @@ def task_source(
     )
 
 
-def evaluation_tasks(config: Config, check_answer: Callable[[str], None]) -> tuple[list[Task], list[str]]:
+def evaluation_tasks(config: Config, check_answer: Callable[[str], None] | None) -> tuple[list[Task], list[str]]:
     """The first `evaluation.tasks` tasks of `data.eval`, or of the training source where there is none.
 
     Also returns why the records between them were left out.
     """
-    source = task_source(
-        config.data.eval or config.data.train, config.train.seed + EVALUATION_SEED, config.model.path, check_answer
-    )
+    seed = config.train.seed + EVALUATION_SEED
+    source = task_source(config.data.eval or config.data.train, config, seed, check_answer)
     tasks = list(islice(source.all(), config.evaluation.tasks or None))
     return tasks, list(source.skipped.values())
 
@@ -203,9 +239,12 @@ def _blaming(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def _generator(name: str, seed: int, model_path: str) -> Callable[[int], Task]:
+def _generator(config: Config, name: str, seed: int) -> Callable[[int], Task]:
+    if name == "episodes":
+        game = config.environment.name.rpartition(":")[2]
+        return lambda index: episode_task(game, seed, index)
     # one merged patch is 28 pixels for Qwen2.5-VL and 32 for Qwen3-VL; the picture is 2 x 2 of them
-    unit = 32 if "qwen3_vl" in model_path else 28
+    unit = 32 if "qwen3_vl" in config.model.path else 28
     if name == "arrow":
         return lambda index: arrow_task(seed, index, size=2 * unit, card=unit)
     photos = load_photos()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from npu_vlrl.rollout.collect import play
 from npu_vlrl.types import Engine, EpisodeStatus, Task, Trajectory
+from npu_vlrl.workflow.export import RewardMode, outcome
 from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
 
 BATCH = 256
@@ -25,25 +26,26 @@ async def evaluate(
     return done
 
 
-def accuracies(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
+def accuracies(trajectories: Sequence[Trajectory], mode: RewardMode, discount: float) -> dict[str, dict[str, float]]:
     """Shares by data source, and of all under `all`; a failed sample counts as wrong.
 
-    `accuracy` is that of the first answer, `after_retries` that of the whole episode.
+    `accuracy` is that of the first answer, `after_retries` that of the whole episode, and `reward` the mean of what
+    training would count for an episode (see `workflow.export.outcome`).
     """
     by_source: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         by_source[trajectory.task.data_source].append(trajectory)
     sources = {source: by_source[source] for source in sorted(by_source)} | {"all": list(trajectories)}
-    return {source: _shares(members) for source, members in sources.items()}
+    return {source: _shares(members, mode, discount) for source, members in sources.items()}
 
 
-def _shares(members: Sequence[Trajectory]) -> dict[str, float]:
+def _shares(members: Sequence[Trajectory], mode: RewardMode, discount: float) -> dict[str, float]:
     total = max(1, len(members))
     return {
         "tasks": len(members),
         "accuracy": sum(t.solved_first_try for t in members) / total,
         "after_retries": sum(t.solved for t in members) / total,
-        "reward": sum(max(t.turn_rewards, default=0.0) for t in members) / total,
+        "reward": sum(outcome(t, mode, discount) for t in members) / total,
         "turns": sum(len(t.turns) for t in members) / total,
         "failed": sum(t.status is EpisodeStatus.FAILED for t in members) / total,
     }

@@ -53,6 +53,7 @@ class Run:
             config.optim,
             config.rollout.temperature,
             config.train.steps,
+            config.critic,
         )
 
     def resume(self, learner: Learner) -> int:
@@ -91,7 +92,7 @@ class Run:
             parts.train_sampling,
             f"step{step}",
             config.rollout.max_failed_share,
-            lambda group: len({sample.reward for sample in self.export(group)}) > 1,
+            lambda group: len({sample.outcome for sample in self.export(group)}) > 1,
             config.algorithm.max_extra_groups if parts.algorithm.dynamic_sampling else 0,
         )
 
@@ -107,9 +108,9 @@ class Run:
 
     async def evaluate(self, name: str, step: int) -> dict[str, float]:
         """Evaluates, shows and records; returns the shares over all tasks."""
-        parts = self.parts
+        parts, workflow = self.parts, self.config.workflow
         played = await evaluate(parts.eval_tasks, parts.workflow, parts.engine, parts.eval_sampling, f"{name}{step}")
-        results = accuracies(played)
+        results = accuracies(played, workflow.reward_mode, workflow.turn_discount)
         self.console.evaluation(f"{name}, step {step}", results)
         flat = {f"eval/{source}/{key}": v for source, values in results.items() for key, v in values.items()}
         self.folder.metrics(step, flat)
@@ -139,7 +140,7 @@ class Run:
         }
         self.folder.metrics(step, metrics)
         if run.record_every and step % run.record_every == 0:
-            advantages = {sample.id: sample.advantage or 0.0 for sample in samples}
+            advantages = {sample.id: sample.turn_advantages for sample in samples}
             failed = [trajectory for group in rollout.failed for trajectory in group]
             self.folder.trajectories(step, [*trajectories, *failed], advantages)
         for message in self._troubles(rollout, learner):

@@ -9,7 +9,7 @@ from typing import Any
 
 from npu_vlrl.build import run_engine
 from npu_vlrl.config import Config
-from npu_vlrl.learner.algorithm import assign_advantages
+from npu_vlrl.learner.algorithm import assign_advantages, most_varied
 from npu_vlrl.run import Run
 from npu_vlrl.sync.world import is_engine
 from npu_vlrl.warm_start import warm_start
@@ -44,8 +44,9 @@ async def _train(run: Run) -> dict[str, Any]:
             await run.evaluate("evaluation", step)
         step_began = time.monotonic()
         rollout = await run.rollout(step)
-        samples = assign_advantages(run.export(rollout.trajectories), run.parts.algorithm)
         rolled_out = time.monotonic()
+        exported = most_varied(run.export(rollout.trajectories), config.algorithm.keep_groups)
+        samples = assign_advantages(learner.score(exported), run.parts.algorithm)
         metrics = learner.step(samples) | engine.weights_changed(step + 1)
         metrics |= {"rollout_seconds": rolled_out - step_began, "seconds": time.monotonic() - step_began}
         run.report(step, rollout, samples, metrics, learner)

@@ -14,12 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
 
 
 class SegmentKind(StrEnum):
@@ -49,6 +46,8 @@ class EpisodeStatus(StrEnum):
     """The next observation would have fitted without its images; images are never cut."""
     STOPPED = "stopped"
     """An unsolved answer that `workflow.retry_when` does not retry."""
+    LOST = "lost"
+    """The environment is over and was not solved."""
     FAILED = "failed"
     """The sample itself was at fault; the message is in `Trajectory.error`."""
 
@@ -290,6 +289,25 @@ class ToolResult:
 
 
 @dataclass(frozen=True)
+class Step:
+    """What an environment makes of what the policy said in a turn.
+
+    Example: `Step(-0.1, (Message("user", (picture, "Your move?")),), verdict=Verdict(-0.1, solved=False))`
+    """
+
+    reward: float
+    messages: tuple[Message, ...] = ()
+    """What the policy sees next; results of tools are told by `tool_results` instead."""
+    status: EpisodeStatus | None = None
+    """Why the episode is over; None while it goes on."""
+    verdict: Verdict | None = None
+    """None when the turn was no answer and no move, such as a tool call."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_results: tuple[ToolResult, ...] = ()
+    judge_error: str | None = None
+
+
+@dataclass(frozen=True)
 class Turn:
     """One ACTION, all that the model saw before it, and what came of it."""
 
@@ -302,8 +320,11 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     feedback: str | None = None
+    """What the model was told next, or would have been told."""
     judge_error: str | None = None
     """Why the judge gave no verdict of its own; the answer then scored `reward.failed_reward`."""
+    state: str | None = None
+    """The environment's `state_key` before the turn."""
 
 
 @dataclass(frozen=True)
@@ -345,6 +366,33 @@ class Trajectory:
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What models that stay as they are during an update say of a sample's N scored tokens, float32 [N] each.
+
+    None where nobody asks.
+    """
+
+    proximal_N: np.ndarray | None = None
+    """Log-probabilities under the policy as it is before the first update on the sample, in nats."""
+    reference_N: np.ndarray | None = None
+    """Log-probabilities under the policy that KL is measured against."""
+    values_N: np.ndarray | None = None
+    """The critic's value of the state before each token."""
+
+
+@dataclass(frozen=True, eq=False)
+class Credit:
+    """What an estimator says of N scored tokens."""
+
+    advantages_N: np.ndarray
+    """float64"""
+    returns_N: np.ndarray
+    """float64: what the critic should have said."""
+    critic_N: np.ndarray
+    """bool: where the critic is trained."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """A sequence to train on: `segments[i]` is trained when `i in trained`; everything else is context.
@@ -357,9 +405,21 @@ class Sample:
     segments: tuple[Segment, ...]
     trained: tuple[int, ...]
     reward: float
-    """What the advantage estimator compares within a group."""
-    advantage: float | None = None
-    """Set by the estimator; applies to every trained token."""
+    """What an estimator over samples compares within a group."""
+    outcome: float
+    """The reward of the whole episode; the same in all samples of one."""
+    episode: str
+    """Id of the trajectory. The samples of one stand together, in the order of their turns."""
+    first_turn: int = 0
+    """Index in the episode of the first trained turn."""
+    states: tuple[str | None, ...] = ()
+    """What the environment said of its state before each trained turn."""
+    with_observations: bool = False
+    """Scores what stands between the trained turns as well, for estimators and losses without a mask."""
+    scores: Scores = Scores()
+    """Set by the learner, before the estimator needs it."""
+    credit: Credit | None = None
+    """Set by the estimator."""
 
     def __post_init__(self) -> None:
         for index in self.trained:
@@ -376,19 +436,48 @@ class Sample:
         return [i in self.trained for i, segment in enumerate(self.segments) for _ in segment.token_ids]
 
     @property
+    def scored(self) -> tuple[int, ...]:
+        """Indices of the segments whose tokens are scored: the trained ones, maybe with those between them."""
+        between = self.with_observations and self.trained
+        return tuple(range(self.trained[0], self.trained[-1] + 1)) if between else self.trained
+
+    @property
+    def sampled_mask(self) -> list[bool]:
+        """[N]: which of the scored tokens are trained ones."""
+        return [i in self.trained for i in self.scored for _ in self.segments[i].token_ids]
+
+    @property
     def n_trained(self) -> int:
-        """N, the number of True in `loss_mask`."""
+        """Number of True in `loss_mask`."""
         return sum(len(self.segments[i]) for i in self.trained)
 
     @property
+    def n_scored(self) -> int:
+        """N"""
+        return sum(len(self.segments[i]) for i in self.scored)
+
+    @property
     def behaviour_logprobs(self) -> list[float]:
-        """[N]: one value for each True in `loss_mask`, in order."""
-        return [value for i in self.trained for value in self.segments[i].logprobs]
+        """[N]: one value for each scored token, in order; NaN for those that nobody sampled."""
+        return [
+            value
+            for i in self.scored
+            for value in (self.segments[i].logprobs if i in self.trained else [math.nan] * len(self.segments[i]))
+        ]
 
     @property
     def weight_versions(self) -> list[int]:
-        """[N]: one value for each True in `loss_mask`, in order."""
+        """One value for each True in `loss_mask`, in order."""
         return [value for i in self.trained for value in self.segments[i].weight_versions]
+
+    @property
+    def turn_advantages(self) -> list[float]:
+        """Mean advantage of each trained turn's tokens; empty before an estimator set them."""
+        if self.credit is None:
+            return []
+        ends = np.cumsum([len(self.segments[i]) for i in self.scored])[:-1]
+        parts = zip(self.scored, np.split(self.credit.advantages_N, ends), strict=True)
+        return [float(part.mean()) for i, part in parts if i in self.trained]
 
     @property
     def images(self) -> tuple[ImageInput, ...]:
@@ -398,35 +487,26 @@ class Sample:
         return sum(map(len, self.segments))
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Samples packed head to tail into one sequence; tensors are on the learner's device."""
-
-    sample_ids: tuple[str, ...]
-    token_ids_T: torch.Tensor
-    """int64 [T]"""
-    position_ids_3T: torch.Tensor
-    """int64 [3, T]: rotary positions (time, height, width), restarting with every sample."""
-    lengths: tuple[int, ...]
-    """Tokens of each sample; they add up to T."""
-    images: tuple[ImageInput, ...]
-    """Distinct images; each is encoded once."""
-    image_order: tuple[int, ...]
-    """For each image occurrence in token order, its index in `images`."""
-    trained_N: torch.Tensor
-    """int64 [N]: index in T of the token *before* each trained token, whose hidden state predicts it."""
-    target_ids_N: torch.Tensor
-    """int64 [N]"""
-    sample_N: torch.Tensor
-    """int64 [N]: which sample of the micro-batch each trained token belongs to."""
-    behaviour_logprobs_N: torch.Tensor
-    advantages_N: torch.Tensor
-
-
 class Judge(Protocol):
     """Scores an answer. `history` holds the earlier turns of the episode."""
 
     async def judge(self, task: Task, text: str, history: Sequence[Turn]) -> Verdict: ...
+
+
+class Environment(Protocol):
+    """The world of one episode. Two episodes of one task that say the same see and earn the same."""
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """The opening messages. Raises DataError for a task that cannot be played."""
+        ...
+
+    async def step(self, text: str, history: Sequence[Turn]) -> Step:
+        """Answers what the policy said; `history` holds the earlier turns. Bad moves are told to it, never raised."""
+        ...
+
+    def state_key(self) -> str | None:
+        """Names the state, equal exactly for states that are the same to the policy's future; None: not known."""
+        ...
 
 
 class JudgeError(RuntimeError):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Iterable
 
 from npu_vlrl.build import task_source
 from npu_vlrl.data.source import TaskSource
 from npu_vlrl.learner.state import export_model
 from npu_vlrl.model.load import replace_weights
-from npu_vlrl.rollout.demonstrations import ScriptedSession, script
+from npu_vlrl.rollout.demonstrations import ScriptedSession, played, script
 from npu_vlrl.run import Run
-from npu_vlrl.types import Trajectory
+from npu_vlrl.types import DataError, Task, Trajectory
+from npu_vlrl.workflow.environments import GameEnvironment
 from npu_vlrl.workflow.export import export
 from npu_vlrl.workflow.vision_multiturn import Sampling
 
@@ -31,19 +33,24 @@ async def warm_start(run: Run) -> None:
         replace_weights(loaded.policy, target)
         return
     began = time.monotonic()
-    tasks = task_source(config.data.train, config.train.seed + SEED, config.model.path)
+    tasks = task_source(config.data.train, config, config.train.seed + SEED)
     learner = run.new_learner()
-    loss, right = 0.0, 0
+    loss, right, solved = 0.0, 0, 0
     for step in range(config.warm_start.steps):
-        played = await _demonstrate(run, tasks, step)
-        right += sum(trajectory.solved_first_try for trajectory in played)
-        loss = learner.supervise(export(played, "concat", "best", 1.0, str(loaded.folder)), config.warm_start.lr)
+        shown = await _demonstrate(run, tasks, step)
+        right += sum(trajectory.solved_first_try for trajectory in shown)
+        solved += sum(trajectory.solved for trajectory in shown)
+        loss = learner.supervise(export(shown, "concat", "best", 1.0, str(loaded.folder)), config.warm_start.lr)
     export_model(loaded.policy, loaded.tokenizer, loaded.folder, target)
     learner.forget_features()
-    share = right / (config.warm_start.steps * config.warm_start.batch)
+    episodes = config.warm_start.steps * config.warm_start.batch
+    if config.environment.is_game:
+        known = f"of which {solved / episodes:.0%} solve their game"
+    else:
+        known = f"of whose first answers {right / episodes:.0%} are right"
     run.console.line(
-        f"warm start: {config.warm_start.steps} supervised steps on scripted demonstrations, of whose first answers "
-        f"{share:.0%} are right; last loss {loss:.3f} nats a token, {time.monotonic() - began:.0f} s"
+        f"warm start: {config.warm_start.steps} supervised steps on scripted demonstrations, {known}; "
+        f"last loss {loss:.3f} nats a token, {time.monotonic() - began:.0f} s"
     )
 
 
@@ -53,7 +60,19 @@ async def _demonstrate(run: Run, tasks: TaskSource, step: int) -> list[Trajector
     rng = random.Random(f"warm start/{config.train.seed}/{step}")
     episodes = []
     for member, task in enumerate(tasks.next(config.warm_start.batch)):
-        lines = script(task, config.warm_start.right_share, rng, tries=config.workflow.max_turns - 1)
-        session = ScriptedSession(lines, loaded.tokenizer, end)
+        session = ScriptedSession(_lines(run, task, rng), loaded.tokenizer, end)
         episodes.append(run.parts.workflow.run(task, session, f"warm{step}", member, Sampling()))
-    return list(await asyncio.gather(*episodes))
+    shown = list(await asyncio.gather(*episodes))
+    for trajectory in shown:
+        if trajectory.error is not None:
+            raise DataError(f"warm_start: the demonstration of {trajectory.error}")
+    return shown
+
+
+def _lines(run: Run, task: Task, rng: random.Random) -> Iterable[str]:
+    config, environment = run.config, run.parts.workflow.new_environment()
+    share = config.warm_start.right_share
+    if isinstance(environment, GameEnvironment):
+        own = random.Random(rng.random())  # an episode is played line by line, at the same time as others
+        return played(environment.game, task.extra["seed"], config.environment, share, own)
+    return script(task, share, rng, tries=config.workflow.max_turns - 1)

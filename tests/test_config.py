@@ -147,6 +147,49 @@ def test_endless_evaluation_and_warm_start(base: Path) -> None:
     load_config(base, file + ["evaluation.tasks=0"])
 
 
+GAME = ["environment.name=sokoban", "data.train.generator=episodes"]
+
+
+def test_a_game_is_configured_in_its_own_section(base: Path) -> None:
+    config = load_config(base, [*GAME, "environment.options.size=5", "environment.format=no_think"])
+    assert config.environment.is_game and not load_config(base).environment.is_game
+    assert config.environment.options == {"size": 5}
+    load_config(base, [*GAME, "data.eval.generator=episodes", "workflow.turn_discount=0.5", "warm_start.steps=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "idle"),
+    [
+        ("reward.rule=tagged", "reward.rule"),
+        ("reward.failed_reward=1", "reward.failed_reward"),
+        ("workflow.tools=[look]", "workflow.tools"),
+        ("workflow.describe_tools=false", "workflow.describe_tools"),
+        ("workflow.tool_call_reward=0.5", "workflow.tool_call_reward"),
+        ("workflow.feedback=Try again.", "workflow.feedback"),
+        ("workflow.retry_when='reward_below: 1.0'", "workflow.retry_when"),
+    ],
+)
+def test_a_game_refuses_what_it_has_no_use_for(base: Path, override: str, idle: str) -> None:
+    told = refusal(base, *GAME, override)
+    assert f"environment.name=sokoban has no use for {idle}; leave that out" in told
+    load_config(base, [override])
+
+
+@pytest.mark.parametrize("override", ["format=no_think", "max_actions=2", "options.size=5", "explain=false"])
+def test_visual_qa_refuses_what_is_for_games(base: Path, override: str) -> None:
+    told = refusal(base, f"environment.{override}", "environment.end_token=x")
+    assert "environment.name=visual_qa has no use for environment." in told and "environment.end_token" in told
+    assert f"environment.{override.split('=')[0].split('.')[0]}" in told
+    load_config(base, [*GAME, f"environment.{override}"])
+
+
+def test_games_have_episodes_and_nothing_else_has(base: Path) -> None:
+    assert "environment.name=visual_qa cannot use data.train.generator=episodes" in refusal(base, GAME[1])
+    assert "environment.name=sokoban needs data.train.generator=episodes" in refusal(base, GAME[0])
+    assert "needs data.eval.generator=episodes" in refusal(base, *GAME, "data.eval.generator=photo")
+    assert "cannot use data.eval.generator=episodes" in refusal(base, "data.eval.generator=episodes")
+
+
 def test_retry_below(base: Path) -> None:
     assert load_config(base).workflow.retry_below is None
     for text, value in (("reward_below: 1.0", 1.0), ("reward_below:-2", -2.0), ("reward_below:  0.25", 0.25)):
@@ -196,7 +239,7 @@ def test_sections_name_every_key() -> None:
 
     full = {"model": {"path": "m", "lora": {}}, "data": {"train": {"path": "x"}, "eval": {"path": "x"}}}
     dumped = Config.model_validate(full).model_dump()
-    dumped["reward"]["options"] = 0  # free-form
+    dumped["reward"]["options"] = dumped["environment"]["options"] = 0  # free-form
     assert sorted(keys) == sorted(leaves(dumped, ""))
 
 

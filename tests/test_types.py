@@ -163,7 +163,7 @@ SEGMENTS = (
     ],
 )
 def test_arrays_of_a_sample(trained: tuple, mask: list, logprobs: list, versions: list) -> None:
-    sample = Sample("s", "g", SEGMENTS, trained, 0.0)
+    sample = Sample("s", "g", SEGMENTS, trained, 0.0, 0.0, "e")
     assert sample.token_ids == [1, 80, 80, 80, 80, 2, 3, 90, 4, 80, 80, 80, 80, 6]
     assert sample.loss_mask == [bool(flag) for flag in mask]
     assert sample.behaviour_logprobs == pytest.approx(logprobs)
@@ -175,14 +175,14 @@ def test_arrays_of_a_sample(trained: tuple, mask: list, logprobs: list, versions
 def test_only_actions_are_trained() -> None:
     for index in (0, 2):
         with pytest.raises(ValueError, match=f"sample s: segment {index} is trained but was not sampled"):
-            Sample("s", "g", SEGMENTS, (1, index), 0.0)
+            Sample("s", "g", SEGMENTS, (1, index), 0.0, 0.0, "e")
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=6))
 @settings(max_examples=40)
 def test_derived_arrays_have_one_entry_for_each_trained_token(spec: list[tuple[bool, int]]) -> None:
     segments = tuple((action if sampled else observation)(*range(1, n + 1)) for sampled, n in spec)
-    sample = Sample("s", "g", segments, tuple(i for i, (sampled, _) in enumerate(spec) if sampled), 0.0)
+    sample = Sample("s", "g", segments, tuple(i for i, (sampled, _) in enumerate(spec) if sampled), 0.0, 0.0, "e")
     assert len(sample.loss_mask) == len(sample.token_ids) == len(sample) == sum(n for _, n in spec)
     assert sum(sample.loss_mask) == sample.n_trained == len(sample.behaviour_logprobs) == len(sample.weight_versions)
     picked = [token for token, kept in zip(sample.token_ids, sample.loss_mask, strict=True) if kept]

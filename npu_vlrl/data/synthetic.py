@@ -1,7 +1,7 @@
-"""Endless tasks with a known answer: which way is up in a turned photograph, and where does an arrow point.
+"""Endless tasks, each a function of seed and index alone, so that any of them can be made at any time.
 
-The model first sees a covered card; the `look` tool shows `extra["hidden_image"]`. Each task is a function of seed and
-index alone, so that any of them can be made at any time.
+Two kinds have a known answer: which way is up in a turned photograph, and where does an arrow point. The model first
+sees a covered card; the `look` tool shows `extra["hidden_image"]`. The third kind are the episodes of a game.
 """
 
 from __future__ import annotations
@@ -65,6 +65,12 @@ def arrow_task(seed: int, index: int, size: int = 56, card: int = 28) -> Task:
     pil = PIL.Image.new("RGB", (size, size), ground)
     PIL.ImageDraw.Draw(pil).polygon([(x + dx * unit, y + dy * unit) for dx, dy in outline], fill=colour)
     return _task("arrow", seed, index, "Which way does the arrow point?", _turned(np.asarray(pil), turns), turns, card)
+
+
+def episode_task(game: str, seed: int, index: int) -> Task:
+    """An episode of a game, which makes everything else out of `extra["seed"]`, 0 to 2**32 - 1."""
+    name = f"{game}/{seed}/{index}"
+    return Task(name, (), None, game, {"seed": random.Random(name).getrandbits(32)})
 
 
 @cache

@@ -1,52 +1,111 @@
-"""The algorithm's settings after `preset` has filled the gaps."""
+"""The algorithm's settings after `preset` has filled the gaps, and what they make of a batch of samples."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from npu_vlrl.config import AlgorithmConfig, ConfigError
-from npu_vlrl.learner.advantage import PRESETS, estimate_advantages
-from npu_vlrl.learner.loss import Aggregation
+from npu_vlrl.learner.advantage import ESTIMATORS, Batch, estimate
+from npu_vlrl.learner.loss import Aggregation, KLKind, LossKind, kl_per_token
+from npu_vlrl.learner.presets import DEFAULTS, PRESETS
 from npu_vlrl.types import Sample
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What `AlgorithmConfig` means; see there."""
+    """What `AlgorithmConfig` means; see there. A setting that the estimator does not take is None."""
 
     advantage: str
-    advantage_std: str | None
+    advantage_std: Literal["group", "batch"] | None
+    advantage_mask: bool | None
+    turn_rewards: bool | None
+    token_discount: float | None
+    turn_discount: float | None
+    gae_lambda: float | None
+    state_weight: float | None
+    loss_mask: bool
     aggregation: Aggregation
+    loss: LossKind
     clip_low: float
     clip_high: float
     dual_clip: float | None
     kl_coef: float
+    kl_kind: KLKind
+    kl_in: Literal["loss", "reward"]
     dynamic_sampling: bool
+
+    @property
+    def needs_critic(self) -> bool:
+        return ESTIMATORS[self.advantage].needs_critic
+
+    @property
+    def with_observations(self) -> bool:
+        """Whether tokens that the policy did not sample are scored."""
+        return not self.loss_mask or self.advantage_mask is False
 
 
 def resolve(config: AlgorithmConfig) -> Algorithm:
     """Fills what is None from the preset. Raises ConfigError for a combination that means nothing."""
-    settings = dict(PRESETS[config.preset])
-    given = {name: getattr(config, name) for name in settings}
-    settings |= {name: value for name, value in given.items() if value is not None}
-    if settings["advantage"] != "grpo":
-        if config.advantage_std is not None:
-            raise ConfigError(f"algorithm.advantage_std: {settings['advantage']} has no standard deviation; remove it")
-        settings["advantage_std"] = None
-    elif settings["advantage_std"] is None:
-        settings["advantage_std"] = "group"
+    settings = DEFAULTS | PRESETS[config.preset]
+    given = {name: value for name in settings if (value := getattr(config, name)) is not None}
+    settings |= given
+    if config.advantage == "gae" and config.advantage_mask is None:
+        settings["advantage_mask"] = False
+    means_something = ESTIMATORS[settings["advantage"]].settings
+    for name in set().union(*(estimator.settings for estimator in ESTIMATORS.values())) - means_something:
+        if name in given:
+            raise ConfigError(f"algorithm.{name}: the estimator {settings['advantage']} has no such setting; remove it")
+        settings[name] = None
     return Algorithm(**settings)
 
 
 def assign_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> list[Sample]:
-    """The samples with their advantages. Raises ValueError when a reward is not finite, naming the sample."""
+    """The samples with their credit; those of an episode stand together. They were scored, where a critic or KL in the
+    reward needs it. Raises ValueError when a reward is not finite, naming the sample.
+    """
+    batch = Batch(samples, _penalties(samples, algorithm))
+    settings = {
+        "advantage_std": algorithm.advantage_std,
+        "advantage_mask": algorithm.advantage_mask,
+        "turn_rewards": algorithm.turn_rewards,
+        "token_discount": algorithm.token_discount,
+        "turn_discount": algorithm.turn_discount,
+        "gae_lambda": algorithm.gae_lambda,
+        "state_weight": algorithm.state_weight,
+    }
+    credits = estimate(algorithm.advantage, batch, settings)
+    return [replace(sample, credit=credit) for sample, credit in zip(samples, credits, strict=True)]
+
+
+def _penalties(samples: Sequence[Sample], algorithm: Algorithm) -> np.ndarray:
+    """-kl_coef · KL of each scored token, if it belongs in the reward; float64 [N]."""
+    parts: list[Any] = [np.zeros(sample.n_scored) for sample in samples]
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        for part, sample in zip(parts, samples, strict=True):
+            assert sample.scores.reference_N is not None, "the samples were not scored"
+            sampled = np.asarray(sample.sampled_mask, dtype=bool)
+            behaviour = np.asarray(sample.behaviour_logprobs)[sampled]
+            reference = torch.from_numpy(sample.scores.reference_N[sampled].astype(np.float64))
+            kl = kl_per_token(torch.from_numpy(behaviour), reference, algorithm.kl_kind)
+            part[sampled] = -algorithm.kl_coef * kl.numpy()
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def most_varied(samples: Sequence[Sample], share: float) -> list[Sample]:
+    """The samples of the `share` of groups whose outcomes vary most, at least one group (VAGEN's and RAGEN's filter).
+
+    The order stays. Of groups with equal spread the earlier ones are kept.
+    """
+    outcomes: dict[str, dict[str, float]] = {}
     for sample in samples:
-        if not np.isfinite(sample.reward):
-            raise ValueError(f"sample {sample.id} has the reward {sample.reward}")
-    rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
-    groups = [sample.group for sample in samples]
-    values = estimate_advantages(algorithm.advantage, rewards, groups, algorithm.advantage_std)
-    return [replace(sample, advantage=float(value)) for sample, value in zip(samples, values, strict=True)]
+        outcomes.setdefault(sample.group, {})[sample.episode] = sample.outcome
+    spread = {group: float(np.std(list(values.values()))) for group, values in outcomes.items()}
+    ranked = sorted(spread, key=lambda group: -spread[group])
+    kept = set(ranked[: max(1, math.ceil(share * len(ranked)))])
+    return [sample for sample in samples if sample.group in kept]

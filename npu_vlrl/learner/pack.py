@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.positions import rotary_positions
-from npu_vlrl.types import ImageInput, MicroBatch, Sample
+from npu_vlrl.types import Credit, ImageInput, Sample
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples packed head to tail into one sequence; tensors are on the learner's device."""
+
+    sample_ids: tuple[str, ...]
+    token_ids_T: Tensor
+    """int64 [T]"""
+    position_ids_3T: Tensor
+    """int64 [3, T]: rotary positions (time, height, width), restarting with every sample."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample; they add up to T."""
+    images: tuple[ImageInput, ...]
+    """Distinct images; each is encoded once."""
+    image_order: tuple[int, ...]
+    """For each image occurrence in token order, its index in `images`."""
+    before_N: Tensor
+    """int64 [N]: index in T of the token *before* each scored token, whose hidden state predicts it."""
+    target_ids_N: Tensor
+    """int64 [N]"""
+    sample_N: Tensor
+    """int64 [N]: which sample of the micro-batch each scored token belongs to."""
+    sampled_N: Tensor
+    """bool [N]: which of the scored tokens the policy sampled."""
+    behaviour_N: Tensor
+    """float32 [N]: log-probabilities under the policy that sampled; those of the proximal one where nobody did."""
+    proximal_N: Tensor | None
+    reference_N: Tensor | None
+    values_N: Tensor | None
+    """float32 [N] each; see `Scores`."""
+    advantages_N: Tensor
+    returns_N: Tensor
+    critic_N: Tensor
+    """See `Credit`; zeros where nothing was estimated."""
 
 
 def split(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -36,20 +73,15 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
     that begins with a trained token (nothing would predict it).
     """
     token_ids: list[int] = []
-    positions, trained, targets, owners, behaviour, advantages = [], [], [], [], [], []
+    positions, before, targets, owners = [], [], [], []
     images: dict[str, ImageInput] = {}
     slots: dict[str, int] = {}
     order: list[int] = []
     for number, sample in enumerate(samples):
-        ids, mask = sample.token_ids, np.asarray(sample.loss_mask)
-        if not mask.any() or mask[0]:
-            raise ValueError(f"sample {sample.id} has no trained token with a context before it")
-        at = np.flatnonzero(mask)
-        trained.append(at - 1 + len(token_ids))
+        ids, at = sample.token_ids, _scored_positions(sample)
+        before.append(at - 1 + len(token_ids))
         targets.append(np.asarray(ids)[at])
         owners.append(np.full(len(at), number))
-        behaviour += sample.behaviour_logprobs
-        advantages.append(np.full(len(at), 0.0 if sample.advantage is None else sample.advantage))
         positions.append(rotary_positions(ids, sample.images, policy.special.image, policy.merge_size))
         token_ids += ids
         for image in sample.images:
@@ -57,9 +89,18 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
             order.append(slots.setdefault(image.image.hash, len(slots)))
     device = policy.device
 
-    def on_device(parts: list[np.ndarray], axis: int = 0) -> torch.Tensor:
+    def on_device(parts: Sequence[np.ndarray], axis: int = 0) -> Tensor:
         return torch.from_numpy(np.concatenate(parts, axis)).to(device)
 
+    def scores(name: str) -> Tensor | None:
+        parts = [getattr(sample.scores, name) for sample in samples]
+        assert len({part is None for part in parts}) == 1, f"{name}: some samples of a micro-batch were not scored"
+        return None if parts[0] is None else on_device(parts)
+
+    credits = [sample.credit or _no_credit(sample.n_scored) for sample in samples]
+    sampled_N = on_device([np.asarray(sample.sampled_mask) for sample in samples])
+    behaviour_N = on_device([np.asarray(sample.behaviour_logprobs, dtype=np.float32) for sample in samples])
+    proximal_N = scores("proximal_N")
     return MicroBatch(
         sample_ids=tuple(sample.id for sample in samples),
         token_ids_T=torch.tensor(token_ids, device=device),
@@ -67,9 +108,27 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
         lengths=tuple(map(len, samples)),
         images=tuple(images.values()),
         image_order=tuple(order),
-        trained_N=on_device(trained),
+        before_N=on_device(before),
         target_ids_N=on_device(targets),
         sample_N=on_device(owners),
-        behaviour_logprobs_N=torch.tensor(behaviour, dtype=torch.float32, device=device),
-        advantages_N=on_device(advantages).float(),
+        sampled_N=sampled_N,
+        behaviour_N=behaviour_N if proximal_N is None else torch.where(sampled_N, behaviour_N, proximal_N),
+        proximal_N=proximal_N,
+        reference_N=scores("reference_N"),
+        values_N=scores("values_N"),
+        advantages_N=on_device([credit.advantages_N for credit in credits]).float(),
+        returns_N=on_device([credit.returns_N for credit in credits]).float(),
+        critic_N=on_device([credit.critic_N for credit in credits]),
     )
+
+
+def _scored_positions(sample: Sample) -> np.ndarray:
+    """int [N]: where in the sample its scored tokens stand."""
+    scored = [i in sample.scored for i, segment in enumerate(sample.segments) for _ in segment.token_ids]
+    if not any(scored) or scored[0]:
+        raise ValueError(f"sample {sample.id} has no trained token with a context before it")
+    return np.flatnonzero(scored)
+
+
+def _no_credit(n: int) -> Credit:
+    return Credit(np.zeros(n), np.zeros(n), np.zeros(n, dtype=bool))

@@ -36,16 +36,16 @@ def save_learner(
     on computes what a resumed one does, bit by bit.
     """
     learner.forget_features()
-    optimizer = learner.optimizer.state
+    trained = _trained(learner)
     moments = {
-        f"{moment}.{name}": optimizer[p][moment]
-        for name, p in learner.parameters.items()
+        f"{moment}.{name}": optimizer.state[p][moment]
+        for name, (p, optimizer) in trained.items()
         for moment in MOMENTS
-        if p in optimizer
+        if p in optimizer.state
     }
     content = Checkpoint(
         step,
-        weights=dict(learner.parameters),
+        weights={name: p for name, (p, _) in trained.items()},
         optimizer=moments,
         rng={"torch": torch.get_rng_state(), "device": platform.rng_state()},
         state={"updates": learner.updates, "skipped": learner.skipped, **state},
@@ -59,14 +59,14 @@ def load_learner(path: Path, learner: Learner, platform: Platform) -> tuple[int,
     Raises CheckpointError when the checkpoint belongs to another model, naming what differs.
     """
     content = checkpoint.load(path, learner.policy.device)
-    _check_names(path, content.weights, learner.parameters)
-    with torch.no_grad():
-        for name, parameter in learner.parameters.items():
+    trained = _trained(learner)
+    _check_names(path, content.weights, {name: p for name, (p, _) in trained.items()})
+    for name, (parameter, optimizer) in trained.items():
+        with torch.no_grad():
             parameter.copy_(content.weights[name])
-    for name, parameter in learner.parameters.items():
         moments = {m: content.optimizer[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in content.optimizer}
         if moments:
-            learner.optimizer.state[parameter] = moments
+            optimizer.state[parameter] = moments
     torch.set_rng_state(content.rng["torch"])
     platform.set_rng_state(content.rng["device"])
     learner.updates = content.state.pop("updates")
@@ -89,6 +89,16 @@ def export_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, source: Pat
             shutil.copy(source / name, partial / name)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+
+
+def _trained(learner: Learner) -> dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer]]:
+    """Everything that is trained, by name, with the optimiser that steps it."""
+    found: dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer]] = {
+        name: (p, learner.optimizer) for name, p in learner.parameters.items()
+    }
+    if learner.critic is not None:
+        found |= {name: (p, learner.critic.optimizer) for name, p in learner.critic.parameters.items()}
+    return found
 
 
 def _check_names(path: Path, saved: dict[str, Tensor], here: dict[str, torch.nn.Parameter]) -> None:

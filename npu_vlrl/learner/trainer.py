@@ -1,4 +1,4 @@
-"""The update: packed micro-batches through the policy, one loss, one optimiser."""
+"""The update: packed micro-batches through the policy, one loss, one optimiser; the same for a critic."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import copy
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from npu_vlrl.config import AlgorithmConfig, OptimConfig
+from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
 from npu_vlrl.kernels.table import op
 from npu_vlrl.learner.algorithm import Algorithm
+from npu_vlrl.learner.critic import Critic
 from npu_vlrl.learner.loss import policy_loss, reduce_metrics, token_weights
-from npu_vlrl.learner.pack import collate, split
+from npu_vlrl.learner.optimizer import new_optimizer, step_or_skip
+from npu_vlrl.learner.pack import MicroBatch, collate, split
 from npu_vlrl.learner.schedule import learning_rate
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.types import MicroBatch, Sample
+from npu_vlrl.types import Sample, Scores
+
+Metrics = list[dict[str, Tensor]]
 
 
 class LearnerError(RuntimeError):
@@ -37,6 +43,7 @@ class Learner:
         optim: OptimConfig,
         temperature: float,
         total_steps: int,
+        critic: CriticConfig | None = None,
     ) -> None:
         """`temperature` is that of the rollouts; `total_steps` is the number of calls of `step` in the whole run."""
         self.policy = policy
@@ -59,6 +66,26 @@ class Learner:
             self.reference = Policy(_frozen_copy(policy), policy.special, policy.n_tokens, policy.merge_size)
             if not policy.vision_is_frozen:  # a frozen tower gives both the same features
                 self._reference_vision = VisionFeatures(self.reference, vision.processor, vision.cache_bytes)
+        critic = critic or CriticConfig()
+        self.critic: Critic | None = None
+        if algorithm.needs_critic:
+            self.critic = Critic(policy, vision, critic, optim, self._hidden)
+        self._critic_warmup = critic.warmup_steps * config.updates * config.epochs
+
+    def score(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with what the algorithm asks of the reference, of the critic and of the policy as it is now."""
+        self.policy.model.train()
+        if self.algorithm.with_observations:
+            samples = [replace(sample, with_observations=True) for sample in samples]
+        if not self._asked():
+            return list(samples)
+        found: dict[str, Scores] = {}
+        for batch in self._micro_batches(samples):
+            scores = self._scores(batch)
+            ends = np.cumsum(torch.bincount(batch.sample_N, minlength=len(batch.sample_ids)).tolist())[:-1]
+            for index, name in enumerate(batch.sample_ids):
+                found[name] = Scores(**{key: np.split(values, ends)[index] for key, values in scores.items()})
+        return [replace(sample, scores=found[sample.id]) for sample in samples]
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Trains on a batch with advantages: `updates` mini-batches of whole groups, `epochs` times.
@@ -67,22 +94,26 @@ class Learner:
         learner's.
         """
         self.policy.model.train()
-        reference = {} if self.reference is None else self._reference_logprobs(samples)
+        if any(getattr(sample.scores, name) is None for sample in samples for name in self._asked()):
+            samples = self.score(samples)
         groups = list(dict.fromkeys(sample.group for sample in samples))
         parts = [set(groups[i :: self.config.updates]) for i in range(self.config.updates)]
-        metrics: list[dict[str, Tensor]] = []
+        metrics: Metrics = []
+        critic: Metrics = []
         extra: dict[str, float] = {"skipped_updates": 0.0}
         for _ in range(self.config.epochs):
             for part in parts:
                 chosen = [sample for sample in samples if sample.group in part]
                 if not chosen:
                     continue
-                new, norm = self._update(chosen, reference, check_gap=not metrics)
+                new, new_critic, norms = self._update(chosen, check_gap=not metrics)
                 if not metrics:
                     extra["logprob_gap"] = reduce_metrics(new)["gap_max"]
                 metrics += new
-                extra["skipped_updates"] += norm is None
-                extra["grad_norm"] = norm if norm is not None else float("nan")
+                critic += new_critic
+                extra["skipped_updates"] += None in norms.values()
+                extra |= {name: math.nan if norm is None else norm for name, norm in norms.items()}
+        extra |= {f"critic/{name}": value for name, value in reduce_metrics(critic).items() if critic}
         extra["lr"] = self.optimizer.param_groups[0]["lr"]
         return reduce_metrics(metrics) | extra
 
@@ -107,84 +138,112 @@ class Learner:
         for vision in (self.vision, self._reference_vision):
             vision.forget()
 
-    def _update(
-        self, samples: Sequence[Sample], reference: dict[str, Tensor], check_gap: bool
-    ) -> tuple[list[dict[str, Tensor]], float | None]:
-        """Metrics of each micro-batch, and the gradient's norm; None when the update was skipped."""
-        trained = {sample.id: sample.n_trained for sample in samples}
-        metrics: list[dict[str, Tensor]] = []
+    def _update(self, samples: Sequence[Sample], check_gap: bool) -> tuple[Metrics, Metrics, dict[str, float | None]]:
+        """Metrics of each micro-batch, of the policy and of the critic, and the gradients' norms: None when a step was
+        skipped. While the critic warms up the policy takes no step.
+        """
+        learns = self.updates >= self._critic_warmup or self.critic is None
+        metrics: Metrics = []
+        critic_metrics: Metrics = []
         bad: list[str] = []
-        total = 0.0
+        total = critic_total = 0.0
         for batch in self._micro_batches(samples):
-            logprobs_N, entropy_N = self._score(batch, self.policy, self.vision, self.temperature)
-            weights_N = token_weights(
-                batch.sample_N,
-                len(batch.sample_ids),
-                torch.tensor([trained[i] for i in batch.sample_ids], device=logprobs_N.device),
-                self.algorithm.aggregation,
-                global_tokens=sum(trained.values()),
-                global_samples=len(samples),
-                constant=self.config.loss_constant,
-            )
-            reference_N = torch.cat([reference[i] for i in batch.sample_ids]) if reference else None
-            loss, new = policy_loss(
-                logprobs_N,
-                entropy_N,
-                batch.behaviour_logprobs_N,
-                batch.advantages_N,
-                weights_N,
-                clip_low=self.algorithm.clip_low,
-                clip_high=self.algorithm.clip_high,
-                dual_clip=self.algorithm.dual_clip,
-                ratio=self.config.ratio,
-                sample_N=batch.sample_N,
-                n_samples=len(batch.sample_ids),
-                reference_N=reference_N,
-                kl_coef=self.algorithm.kl_coef,
-                kl_kind=self.config.kl_kind,
-                entropy_coef=self.config.entropy_coef,
-            )
-            finite_N = torch.isfinite(logprobs_N) & torch.isfinite(batch.advantages_N)
-            if reference_N is not None:
-                finite_N &= torch.isfinite(reference_N)
+            with torch.set_grad_enabled(learns):
+                hidden_NH = self._hidden(batch, self.policy, self.vision)
+                loss, new, finite_N = self._policy_loss(batch, hidden_NH, samples)
             bad += [batch.sample_ids[i] for i in batch.sample_N[~finite_N].unique().tolist()]
-            loss.backward()
             total += loss.item()
             metrics.append(new)
+            together = self.critic is not None and self.critic.shared
+            if learns and not together:
+                loss.backward()
+            if self.critic is not None:
+                states = sum(int(s.credit.critic_N.sum()) for s in samples if s.credit is not None)
+                value_loss, new = self.critic.loss(batch, hidden_NH, states)
+                critic_total += value_loss.item()
+                critic_metrics.append(new)
+                (loss + value_loss if learns and together else value_loss).backward()
         if check_gap:
             self._check_gap(metrics)
-        lr = learning_rate(self.optim, self.updates, self.total_updates)
         # the gradient of a loss that is not finite may well be: a clamp passes none of it on
-        norm = self._apply(lr, skip=bool(bad) or not math.isfinite(total))
+        skip = bool(bad) or not math.isfinite(total)
+        norms: dict[str, float | None] = {}
+        if self.critic is not None:
+            norms["critic/grad_norm"] = self.critic.apply(skip or not math.isfinite(critic_total))
+        if learns:
+            norms["grad_norm"] = self._apply(learning_rate(self.optim, self.updates, self.total_updates), skip)
         self.updates += 1
-        if norm is None:
+        if None in norms.values():
             self.skipped += bad or [sample.id for sample in samples]
-        return metrics, norm
+        return metrics, critic_metrics, norms
+
+    def _policy_loss(
+        self, batch: MicroBatch, hidden_NH: Tensor, samples: Sequence[Sample]
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """The loss, its metrics, and which of the scored tokens are finite."""
+        algorithm = self.algorithm
+        logprobs_N, entropy_N = self._logprobs(batch, self.policy, hidden_NH, self.temperature)
+        # without observations every scored token is trained, and nothing needs to be picked
+        pick = batch.sampled_N if algorithm.with_observations and algorithm.loss_mask else slice(None)
+        counts = [sample.n_trained if algorithm.loss_mask else sample.n_scored for sample in samples]
+        n_samples = len(batch.sample_ids)
+        sample_N = batch.sample_N[pick]
+        weights_N = token_weights(
+            sample_N,
+            n_samples,
+            torch.bincount(sample_N, minlength=n_samples),
+            algorithm.aggregation,
+            global_tokens=sum(counts),
+            global_samples=len(samples),
+            constant=self.config.loss_constant,
+        )
+        loss, metrics = policy_loss(
+            logprobs_N[pick],
+            entropy_N[pick],
+            batch.behaviour_N[pick],
+            batch.advantages_N[pick],
+            weights_N,
+            loss=algorithm.loss,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            sample_N=sample_N,
+            n_samples=n_samples,
+            proximal_N=None if batch.proximal_N is None else batch.proximal_N[pick],
+            correction=self.config.correction,
+            correction_low=self.config.correction_low,
+            correction_high=self.config.correction_high,
+            reference_N=None if batch.reference_N is None else batch.reference_N[pick],
+            kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+            kl_kind=algorithm.kl_kind,
+            entropy_coef=self.config.entropy_coef,
+        )
+        finite_N = torch.isfinite(logprobs_N) & torch.isfinite(batch.advantages_N)
+        if batch.reference_N is not None:
+            finite_N &= torch.isfinite(batch.reference_N)
+        return loss, metrics, finite_N
 
     def _apply(self, lr: float, skip: bool = False) -> float | None:
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.optim.max_grad_norm)
-        usable = not skip and bool(torch.isfinite(norm))
-        if usable:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(norm) if usable else None
+        return step_or_skip(self.optimizer, self.optim.max_grad_norm, lr, skip)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         bins = split([len(sample) for sample in samples], self.optim.micro_batch_tokens)
         return [collate([samples[i] for i in sorted(indices)], self.policy) for indices in bins]
 
-    def _score(
-        self, batch: MicroBatch, policy: Policy, vision: VisionFeatures, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy [N] of the trained tokens."""
+    def _hidden(self, batch: MicroBatch, policy: Policy, vision: VisionFeatures) -> Tensor:
+        """Hidden states [N, hidden] that predict the scored tokens."""
         features = vision.differentiable(batch.images)
         hidden_TH = policy.hidden_packed(
             batch.token_ids_T, batch.position_ids_3T, batch.lengths, [features[i] for i in batch.image_order]
         )
+        return hidden_TH[batch.before_N]
+
+    def _logprobs(
+        self, batch: MicroBatch, policy: Policy, hidden_NH: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [N] of the scored tokens."""
         return op("logprob_entropy")(
-            hidden_TH[batch.trained_N],
+            hidden_NH,
             policy.head_weight,
             batch.target_ids_N,
             temperature,
@@ -192,17 +251,32 @@ class Learner:
             self.optim.logprob_chunk,
         )
 
+    def _score(
+        self, batch: MicroBatch, policy: Policy, vision: VisionFeatures, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._logprobs(batch, policy, self._hidden(batch, policy, vision), temperature)
+
+    def _asked(self) -> list[str]:
+        """Names of the `Scores` that the algorithm needs."""
+        anchored = self.algorithm.loss == "decoupled_ppo" or self.config.correction != "off"
+        asked = {
+            "proximal_N": anchored or not self.algorithm.loss_mask,
+            "reference_N": self.reference is not None,
+            "values_N": self.critic is not None,
+        }
+        return [name for name, wanted in asked.items() if wanted]
+
     @torch.no_grad()
-    def _reference_logprobs(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """[N] of each sample, under the reference policy."""
-        assert self.reference is not None
-        found: dict[str, Tensor] = {}
-        with self.policy.without_adapter() if self.policy.has_adapter else nullcontext():
-            for batch in self._micro_batches(samples):
-                logprobs_N, _ = self._score(batch, self.reference, self._reference_vision, self.temperature)
-                counts = torch.bincount(batch.sample_N, minlength=len(batch.sample_ids)).tolist()
-                found |= dict(zip(batch.sample_ids, logprobs_N.split(counts), strict=True))
-        return found
+    def _scores(self, batch: MicroBatch) -> dict[str, np.ndarray]:
+        asked, found = self._asked(), {}
+        if "proximal_N" in asked:
+            found["proximal_N"], _ = self._score(batch, self.policy, self.vision, self.temperature)
+        if self.reference is not None:
+            with self.policy.without_adapter() if self.policy.has_adapter else nullcontext():
+                found["reference_N"], _ = self._score(batch, self.reference, self._reference_vision, self.temperature)
+        if self.critic is not None:
+            found["values_N"] = self.critic.values(batch)
+        return {name: values.float().cpu().numpy() for name, values in found.items()}
 
     def _check_gap(self, metrics: Sequence[dict[str, Tensor]]) -> None:
         # not max() over all: NaN would hide the gap of another micro-batch; an update with NaN is skipped later
@@ -214,12 +288,6 @@ class Learner:
                 f"algorithm.max_logprob_gap={self.config.max_logprob_gap}: engine and learner do not hold the same "
                 "weights, images or tokens, or their precision is too low"
             )
-
-
-def new_optimizer(parameters: dict[str, torch.nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
-    )
 
 
 def _frozen_copy(policy: Policy) -> torch.nn.Module:

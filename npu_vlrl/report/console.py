@@ -52,11 +52,17 @@ class ConsoleReport:
 
     def trajectory(self, trajectory: Trajectory) -> None:
         """One episode, readable: who said what, and what it earned."""
-        lines = [f"trajectory {trajectory.id}: {trajectory.status.value}, right answer {trajectory.task.answer!r}"]
+        answer = trajectory.task.answer
+        right = "" if answer is None else f", right answer {answer!r}"
+        lines = [f"trajectory {trajectory.id}: {trajectory.status.value}{right}"]
         lines += [f"  {m.role:9} | {_shown(m.text, len(m.images))}" for m in trajectory.task.messages]
         for turn in trajectory.turns:
             stop = turn.action.stop_reason
-            earned = f"[{stop and stop.value}, reward {turn.action.reward:g}]"
+            terms = turn.verdict.terms.items() if turn.verdict else ()
+            earned = f"[{stop and stop.value}, reward {turn.action.reward:g}"
+            earned += "".join(f", {name} {value:g}" for name, value in terms) + "]"
+            if turn.state is not None:
+                lines.append(f"  {'state':9} | {_shown(turn.state)}")
             lines.append(f"  {'model':9} | {_shown(turn.text)}   {earned}")
             lines += [f"  {'tool':9} | {_shown(r.text, len(r.images))}" for r in turn.tool_results]
             if turn is not trajectory.turns[-1] and turn.verdict is not None and turn.feedback:

@@ -15,7 +15,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], samples: Sequence[Sample
     rewards = np.array([sample.reward for sample in samples])
     groups: dict[str, set[float]] = {}
     for sample in samples:
-        groups.setdefault(sample.group, set()).add(sample.reward)
+        groups.setdefault(sample.group, set()).add(sample.outcome)
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -28,6 +28,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], samples: Sequence[Sample
         "sample_tokens": float(np.mean([len(sample) for sample in samples])),
         "cut_turns": _share(turn.action.stop_reason is not StopReason.END_OF_TURN for turn in turns),
         "judge_errors": float(sum(turn.judge_error is not None for turn in turns)),
+        "trained_groups": float(len(groups)),
         "groups_without_spread": _share(len(values) == 1 for values in groups.values()),
         **{f"status/{s.value}": _share(t.status is s for t in trajectories) for s in EpisodeStatus},
     }

@@ -15,6 +15,7 @@ from PIL import Image as PillowImage
 from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config
 from npu_vlrl.types import Image, Segment, Trajectory
+from npu_vlrl.workflow.environments.formats import Format, make_format
 
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "pillow", "math-verify")
 
@@ -59,12 +60,16 @@ class RunFolder:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._append("metrics.jsonl", {"step": step, **{k: _finite(v) for k, v in values.items()}})
 
-    def trajectories(self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[str, float]) -> None:
+    def trajectories(
+        self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[str, Sequence[float]]
+    ) -> None:
         """Writes each trajectory with its tokens; pictures go to `images/HASH.png`, once each."""
+        environment = self._config.environment
+        form = make_format(environment) if environment.is_game else None
         for trajectory in trajectories:
             for image in _images(trajectory):
                 self._save(image)
-            self._append("trajectories.jsonl", {"step": step, **trajectory_record(trajectory, advantages)})
+            self._append("trajectories.jsonl", {"step": step, **trajectory_record(trajectory, advantages, form)})
 
     def summary(self, values: Mapping[str, Any]) -> None:
         (self.path / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
@@ -104,9 +109,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def trajectory_record(trajectory: Trajectory, advantages: Mapping[str, float]) -> dict[str, Any]:
-    """A trajectory as JSON values. `advantages` holds the advantage of each exported sample by its id."""
-    own = {key: _finite(value) for key, value in advantages.items() if f"{key}/".startswith(f"{trajectory.id}/")}
+def trajectory_record(
+    trajectory: Trajectory, advantages: Mapping[str, Sequence[float]], form: Format | None = None
+) -> dict[str, Any]:
+    """A trajectory as JSON values. `advantages` holds the mean advantage of each trained turn of the exported
+    samples, by their ids; `form` tells what the turns of a game say.
+    """
+    own = {
+        key: [_finite(value) for value in values]
+        for key, values in advantages.items()
+        if f"{key}/".startswith(f"{trajectory.id}/")
+    }
     return {
         "id": trajectory.id,
         "group": trajectory.group,
@@ -118,18 +131,20 @@ def trajectory_record(trajectory: Trajectory, advantages: Mapping[str, float]) -
         "solved": trajectory.solved,
         "solved_first_try": trajectory.solved_first_try,
         "advantages": own,
-        "turns": [_turn_record(trajectory, k) for k in range(len(trajectory.turns))],
+        "turns": [_turn_record(trajectory, k, form) for k in range(len(trajectory.turns))],
     }
 
 
-def _turn_record(trajectory: Trajectory, k: int) -> dict[str, Any]:
+def _turn_record(trajectory: Trajectory, k: int, form: Format | None) -> dict[str, Any]:
     turn = trajectory.turns[k]
     before = trajectory.turns[k - 1] if k else None
     kept = (*before.context, before.action) if before else ()
     continues = turn.context[: len(kept)] == kept
-    verdict = turn.verdict
+    verdict, parsed = turn.verdict, form and form.parse(turn.text)
     return {
+        "state": turn.state,
         "text": turn.text,
+        "parsed": parsed and {"answer": parsed.answer, "thoughts": dict(parsed.thoughts), "right": parsed.right},
         "continues": continues,
         "new_context": [_segment_record(s) for s in (turn.context[len(kept) :] if continues else turn.context)],
         "action": _segment_record(turn.action),

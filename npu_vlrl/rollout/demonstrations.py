@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.types import Generation, SamplingParams, Segment, StopReason, Task
+from npu_vlrl.workflow.environments.formats import THOUGHTS, make_format
+from npu_vlrl.workflow.environments.game import Game, Move
 
 CHOICES = ("up", "right", "down", "left")
 LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
@@ -29,10 +32,39 @@ def script(task: Task, right_share: float, rng: random.Random, tries: int) -> li
     return lines
 
 
+def played(game: Game, seed: int, config: EnvironmentConfig, right_share: float, rng: random.Random) -> Iterator[str]:
+    """What a demonstrator says in an episode of a game, of which `game` is its own copy.
+
+    A turn takes one to `max_actions` actions. Of all actions `right_share` are the first of the game's solution from
+    where it stands, and the others drawn evenly from the other ones; from all, where there is no solution. The
+    demonstrator thinks its plan, and leaves open what it sees and expects.
+    """
+    form = make_format(config)
+    game.start(seed)
+    move = Move()
+    while not move.last:
+        plan: list[str] = []
+        for _ in range(rng.randint(1, config.max_actions)):
+            plan.append(_choice(game, right_share, rng))
+            move = game.act(plan[-1])
+            if move.last:
+                break
+        answer = config.separator.join(plan)
+        thoughts = {part: answer if part in ("think", "reasoning") else "…" for part in THOUGHTS[config.format]}
+        yield form.write({**thoughts, config.answer_tag: answer})
+
+
+def _choice(game: Game, right_share: float, rng: random.Random) -> str:
+    solution = game.solution()
+    best = solution[0] if solution else None
+    others = [action for action in game.actions if action != best]
+    return best if best is not None and (rng.random() < right_share or not others) else rng.choice(others)
+
+
 class ScriptedSession:
     """See `types.EngineSession`."""
 
-    def __init__(self, lines: Sequence[str], tokenizer: PreTrainedTokenizerBase, end_of_turn: int) -> None:
+    def __init__(self, lines: Iterable[str], tokenizer: PreTrainedTokenizerBase, end_of_turn: int) -> None:
         self._lines = iter(lines)
         self._tokenizer = tokenizer
         self._end_of_turn = end_of_turn

@@ -27,6 +27,12 @@ def trajectory_reward(
     return {"best": max(answered), "last": answered[-1], "sum": sum(answered)}[mode] + called
 
 
+def outcome(trajectory: Trajectory, mode: RewardMode, discount: float) -> float:
+    """The reward of a whole episode."""
+    answers = [turn.verdict is not None for turn in trajectory.turns]
+    return trajectory_reward(trajectory.turn_rewards, answers, mode, discount)
+
+
 def returns_to_go(turn_rewards: Sequence[float], discount: float) -> list[float]:
     """R_k = r_k + discount * R_(k+1), in the order of the turns."""
     returns = [0.0] * (len(turn_rewards) + 1)
@@ -56,14 +62,25 @@ def _concat(trajectory: Trajectory, mode: RewardMode, discount: float, template:
     last = trajectory.turns[-1]
     segments = (*last.context, last.action)
     trained = tuple(i for i, segment in enumerate(segments) if segment.kind is SegmentKind.ACTION)
-    answers = [turn.verdict is not None for turn in trajectory.turns]
-    reward = trajectory_reward(trajectory.turn_rewards, answers, mode, discount)
-    return [Sample(trajectory.id, trajectory.group, segments, trained, reward)]
+    reward = outcome(trajectory, mode, discount)
+    states = tuple(turn.state for turn in trajectory.turns)
+    return [Sample(trajectory.id, trajectory.group, segments, trained, reward, reward, trajectory.id, states=states)]
 
 
 def _individual(trajectory: Trajectory, mode: RewardMode, discount: float, template: str) -> list[Sample]:
     returns = returns_to_go(trajectory.turn_rewards, discount)
+    whole = outcome(trajectory, mode, discount)
     return [
-        Sample(f"{trajectory.id}/{k}", trajectory.group, (*turn.context, turn.action), (len(turn.context),), reward)
+        Sample(
+            f"{trajectory.id}/{k}",
+            trajectory.group,
+            (*turn.context, turn.action),
+            (len(turn.context),),
+            reward,
+            whole,
+            trajectory.id,
+            first_turn=k,
+            states=(turn.state,),
+        )
         for k, (turn, reward) in enumerate(zip(trajectory.turns, returns, strict=True))
     ]

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from npu_vlrl.learner.pack import MicroBatch
 from npu_vlrl.learner.trainer import LearnerError
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.types import Image, ImageInput, MicroBatch, Sample, Segment, SegmentKind
+from npu_vlrl.types import Image, ImageInput, Sample, Segment, SegmentKind
 from npu_vlrl.workflow.export import export
 from tests.support.episodes import Reply, Stage, long_episode, picture, task
+from tests.support.learning import with_advantage
 from tests.support.models import KINDS, VISION_KINDS, load, loaded, tiny_folder
 from tests.support.scoring import (
     STYLES,
@@ -88,7 +90,7 @@ def test_a_run_that_lost_its_pixels_does_not_pass(kind: str) -> None:
     blind = VisionFeatures(scene.stage.policy, NoPixels(width), 0)
     assert largest_gap(learner_logprobs(scene.stage.policy, blind, [scene.sample]), scene.engine) > 100 * VISIBLE
     with pytest.raises(LearnerError, match="images"):
-        make_learner(scene.stage.policy, blind).step([dataclasses.replace(scene.sample, advantage=1.0)])
+        make_learner(scene.stage.policy, blind).step([with_advantage(scene.sample, 1.0)])
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
@@ -115,8 +117,8 @@ def test_pictures_in_another_order(kind: str) -> None:
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_mask_that_is_off_by_one(kind: str, shift: int) -> None:
     def shifted(batch: MicroBatch) -> MicroBatch:
-        trained = (batch.trained_N + shift).clamp(max=len(batch.token_ids_T) - 2)
-        return dataclasses.replace(batch, trained_N=trained, target_ids_N=batch.token_ids_T[trained + 1])
+        trained = (batch.before_N + shift).clamp(max=len(batch.token_ids_T) - 2)
+        return dataclasses.replace(batch, before_N=trained, target_ids_N=batch.token_ids_T[trained + 1])
 
     assert Scene(kind).gap(change=shifted) > VISIBLE
 

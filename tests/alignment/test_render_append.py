@@ -177,7 +177,7 @@ def test_masks_by_hand() -> None:
     sampled = [*words("Hello"), IM_END]
     turn = action(sampled, chat.special)
     conversation = chat.reply(conversation, turn, [Message("user", ("Bye",))])
-    sample = Sample("s", "g", conversation.context, trained=(1,), reward=0.0)
+    sample = Sample("s", "g", conversation.context, trained=(1,), reward=0.0, outcome=0.0, episode="e")
     header = [IM_START, *words("system"), NEWLINE, *words("You are a helpful assistant."), IM_END, NEWLINE]
     question = [IM_START, *words("user"), NEWLINE, *words("Hi"), IM_END, NEWLINE]
     answer_header = [IM_START, *words("assistant"), NEWLINE]

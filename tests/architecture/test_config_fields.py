@@ -32,8 +32,8 @@ def properties(file: Path) -> dict[str, set[str]]:
 
 
 def dead_keys(keys: Iterable[str], package: Path) -> list[str]:
-    """Keys whose last word is read from nothing called like their section, or `config`, outside `config.py`."""
-    schema = package / "config.py"
+    """Keys whose last word is read from nothing called like their section, or `config`, outside the schema."""
+    schema = package / "config" / "schema.py"
     seen = set(reads(file for file in sorted(package.rglob("*.py")) if file != schema))
     for name, fields in properties(schema).items():
         seen |= {(base, field) for base, attribute in seen if attribute == name for field in fields}
@@ -53,7 +53,8 @@ def test_every_key_is_read() -> None:
 
 
 def test_a_key_that_nobody_reads_is_found(tmp_path: Path) -> None:
-    (tmp_path / "config.py").write_text(
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "schema.py").write_text(
         "class TrainConfig:\n"
         "    @property\n"
         "    def budget(self): return self.minutes\n"

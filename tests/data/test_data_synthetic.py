@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.data.synthetic import DIRECTIONS, PHOTOS, arrow_task, load_photos, photo_task
+from npu_vlrl.data.source import TaskSource
+from npu_vlrl.data.synthetic import DIRECTIONS, PHOTOS, arrow_task, episode_task, load_photos, photo_task
 from npu_vlrl.types import Image
 
 
@@ -86,6 +87,26 @@ def test_the_photos_top_is_where_the_answer_says(index: int) -> None:
     halves = {"up": hidden[:28], "down": hidden[28:], "left": hidden[:, :28], "right": hidden[:, 28:]}
     assert max(halves, key=lambda name: halves[name].sum()) == task.answer
     assert 0.69 * 160 <= hidden.max() <= 1.31 * 160 * 1.1  # the resize overshoots at an edge
+
+
+def test_an_episode_is_a_seed() -> None:
+    tasks = [episode_task("maze", seed, index) for seed in range(20) for index in range(50)]
+    assert (tasks[51].id, tasks[51].data_source) == ("maze/1/1", "maze")
+    assert all((task.messages, task.answer, set(task.extra)) == ((), None, {"seed"}) for task in tasks)
+    seeds = [task.extra["seed"] for task in tasks]
+    assert len(set(seeds)) == 1000 and all(0 <= seed < 2**32 for seed in seeds)
+    assert max(seeds) > 0.98 * 2**32 and min(seeds) < 0.02 * 2**32  # spread over the whole range
+    assert episode_task("maze", 1, 1).extra == tasks[51].extra != episode_task("other", 1, 1).extra
+
+
+def test_a_stream_of_episodes_goes_on_where_it_was_stopped() -> None:
+    source = TaskSource.generated(lambda index: episode_task("maze", 3, index))
+    source.next(5)
+    again = TaskSource.generated(lambda index: episode_task("maze", 3, index))
+    again.load_state_dict(source.state_dict())
+    assert again.next(4) == source.next(4)
+    with pytest.raises(ValueError, match="belongs to other data"):
+        TaskSource.generated(lambda index: episode_task("maze", 4, index)).load_state_dict(source.state_dict())
 
 
 def test_half_of_the_photos_are_mirrored_before_turning() -> None:

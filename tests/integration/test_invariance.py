@@ -15,7 +15,7 @@ from npu_vlrl.rollout.collect import Rollout
 from npu_vlrl.run import Run
 from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import ExportStyle, export
-from tests.support.learning import Probe, distance, make_learner
+from tests.support.learning import Probe, distance, make_learner, with_advantage
 from tests.support.runs import small_config
 
 torch.set_num_threads(1)
@@ -40,7 +40,7 @@ def samples(rollout: Rollout, style: ExportStyle, advantages: tuple[float, ...] 
     found = []
     for number, trajectory in enumerate(rollout.trajectories):
         value = advantages[number % len(advantages)]
-        found += [replace(s, advantage=value) for s in export([trajectory], style, "sum", 1.0, "tiny")]
+        found += [with_advantage(s, value) for s in export([trajectory], style, "sum", 1.0, "tiny")]
     return found
 
 
@@ -78,7 +78,7 @@ def test_concat_and_individual_are_the_same_gradient(run: Run, rollout: Rollout)
     assert found["individual"].loss == pytest.approx(found["concat"].loss, rel=1e-4)
     assert len(samples(rollout, "individual")) > len(samples(rollout, "concat"))
     other = samples(rollout, "individual")  # and one turn of another weight is seen
-    other[0] = replace(other[0], advantage=0.9)
+    other[0] = with_advantage(other[0], 0.9)
     assert distance(probe(run).measure(other), gradients["concat"]) > 1e-3
 
 

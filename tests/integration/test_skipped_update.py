@@ -1,6 +1,5 @@
 """An update that is not finite is left out, and the run says whose sample it was and goes on."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from npu_vlrl import train as train_module
 from npu_vlrl.learner.algorithm import Algorithm, assign_advantages
 from npu_vlrl.train import train
 from npu_vlrl.types import Sample
+from tests.support.learning import with_advantage
 from tests.support.runs import metrics, small_config
 
 
@@ -21,7 +21,7 @@ def test_a_skipped_update_is_told_once(
     def spoiled(samples: list[Sample], algorithm: Algorithm) -> list[Sample]:
         good = assign_advantages(samples, algorithm)
         calls.append(good[0].id)
-        return [replace(good[0], advantage=float("nan")), *good[1:]] if len(calls) == 2 else good
+        return [with_advantage(good[0], float("nan")), *good[1:]] if len(calls) == 2 else good
 
     monkeypatch.setattr(train_module, "assign_advantages", spoiled)
     train(small_config(tmp_path / "run", train__steps=3))

@@ -1,14 +1,15 @@
 """What the configuration's None means, preset by preset, and rewards to advantages."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from npu_vlrl.config import AlgorithmConfig, ConfigError
-from npu_vlrl.learner.advantage import PRESETS
 from npu_vlrl.learner.algorithm import Algorithm, assign_advantages, resolve
-from npu_vlrl.types import Sample, Segment, SegmentKind, SpecialTokens
+from npu_vlrl.learner.presets import PRESETS
+from npu_vlrl.types import Sample, Segment, SegmentKind, SpecialTokens, StopReason
 
 SPECIAL = SpecialTokens((9,))
 
@@ -17,10 +18,38 @@ def test_presets_are_the_published_settings() -> None:
     def preset(name: Any) -> Algorithm:
         return resolve(AlgorithmConfig(preset=name))
 
-    assert preset("grpo") == Algorithm("grpo", "group", "seq-mean-token-mean", 0.2, 0.2, 3.0, 0.04, False)
-    assert preset("dapo") == Algorithm("grpo", "group", "token-mean", 0.2, 0.28, 3.0, 0.0, True)
-    assert preset("dr_grpo") == Algorithm("dr_grpo", None, "constant", 0.2, 0.2, 3.0, 0.0, False)
-    assert preset("rloo") == Algorithm("rloo", None, "seq-mean-token-sum", 0.2, 0.2, 3.0, 0.05, False)
+    def some(name: Any, *names: str) -> list[Any]:
+        return [getattr(preset(name), key) for key in names]
+
+    ppo = ("clip_low", "clip_high", "dual_clip", "loss")
+    assert some("grpo", "advantage", "advantage_std", "aggregation") == ["grpo", "group", "seq-mean-token-mean"]
+    assert some("grpo", *ppo, "kl_coef", "kl_in", "dynamic_sampling") == [0.2, 0.2, 3.0, "ppo", 0.04, "loss", False]
+    assert some("dapo", "advantage", "aggregation", "kl_coef") == ["grpo", "token-mean", 0.0]
+    assert some("dapo", *ppo, "dynamic_sampling") == [0.2, 0.28, 3.0, "ppo", True]
+    assert some("dr_grpo", "advantage", "advantage_std", "aggregation", "kl_coef") == ["dr_grpo", None, "constant", 0.0]
+    assert some("rloo", "advantage", "aggregation", "kl_coef", "kl_in") == [
+        "rloo",
+        "seq-mean-token-sum",
+        0.05,
+        "reward",
+    ]
+    discounts = ("token_discount", "turn_discount", "gae_lambda", "kl_coef")
+    masks = ("advantage", "loss_mask", "advantage_mask", "turn_rewards")
+    assert some("trico", *masks, *discounts) == ["bi_level_gae", True, True, True, 1.0, 0.95, 1.0, 0.001]
+    assert some("aico", *masks, *discounts) == ["masked_gae", True, True, False, 1.0, None, 1.0, 0.001]
+    assert some("rico_gae", *masks) == ["gae", False, False, False]
+    assert some("rico_grpo", *masks) == ["grpo", False, None, None]
+    assert some("turn_ppo", *masks, *discounts) == ["turn_wise_gae", True, True, True, None, 0.95, 1.0, 0.001]
+    assert some("gigpo", "advantage", "state_weight", "turn_discount", "kl_coef") == ["gigpo", 1.0, 0.95, 0.01]
+
+
+def test_an_ablation_differs_from_its_algorithm_in_one_thing() -> None:
+    for name in PRESETS:
+        base, _, component = name.partition("_without_")
+        if component:
+            whole, without = (vars(resolve(AlgorithmConfig(preset=n))) for n in (base, name))  # type: ignore[arg-type]
+            expected = {"bi_level": {"advantage", "turn_discount"}}.get(component, {component})
+            assert {key for key in whole if whole[key] != without[key]} == expected
 
 
 def test_every_preset_that_the_configuration_offers_resolves() -> None:
@@ -29,7 +58,7 @@ def test_every_preset_that_the_configuration_offers_resolves() -> None:
     for name in offered:
         resolve(AlgorithmConfig(preset=name))
     with pytest.raises(ValidationError):
-        AlgorithmConfig(preset="ppo")  # type: ignore[arg-type]
+        AlgorithmConfig(preset="pppo")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +73,9 @@ def test_every_preset_that_the_configuration_offers_resolves() -> None:
         ("dynamic_sampling", True),
         ("dynamic_sampling", False),
         ("advantage_std", "batch"),
+        ("loss", "gspo"),
+        ("kl_in", "reward"),
+        ("loss_mask", False),
     ],
 )
 def test_what_is_given_goes_before_the_preset(key: str, value: Any) -> None:
@@ -60,33 +92,54 @@ def test_another_estimator_than_the_preset_s() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"preset": "dr_grpo"}, {"preset": "rloo"}, {"preset": "grpo", "advantage": "rloo"}]
+    ("settings", "key"),
+    [
+        ({"preset": "dr_grpo", "advantage_std": "group"}, "advantage_std"),
+        ({"preset": "rloo", "advantage_std": "batch"}, "advantage_std"),
+        ({"preset": "grpo", "turn_discount": 0.9}, "turn_discount"),
+        ({"preset": "gigpo", "advantage_mask": False}, "advantage_mask"),
+        ({"preset": "aico", "turn_discount": 1.0}, "turn_discount"),
+        ({"preset": "trico", "state_weight": 1.0}, "state_weight"),
+        ({"preset": "trico", "advantage": "opo", "turn_rewards": True}, "turn_rewards"),
+        ({"advantage": "reinforce_pp", "gae_lambda": 1.0}, "gae_lambda"),
+    ],
 )
-def test_a_standard_deviation_that_the_estimator_does_not_have(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage_std: (dr_grpo|rloo) has no standard deviation; rem"):
-        resolve(AlgorithmConfig(advantage_std="group", **settings))
+def test_a_setting_that_the_estimator_does_not_have(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}: the estimator \w+ has no such setting; remove it"):
+        resolve(AlgorithmConfig(**settings))
+
+
+def test_the_plain_estimator_looks_at_observations_too() -> None:
+    assert resolve(AlgorithmConfig(advantage="gae")).advantage_mask is False
+    assert resolve(AlgorithmConfig(advantage="masked_gae")).advantage_mask is True
+    assert resolve(AlgorithmConfig(advantage="gae", advantage_mask=True)).advantage_mask is True
+
+
+def advantages(samples: list[Sample], **settings: Any) -> list[float]:
+    made = assign_advantages(samples, resolve(AlgorithmConfig(**settings)))
+    return [sample.credit.advantages_N[0] for sample in made if sample.credit is not None]
 
 
 def sample(name: str, group: str, reward: float) -> Sample:
     prompt = Segment(SegmentKind.PROMPT, (1, 2), SPECIAL)
-    return Sample(name, group, (prompt,), (), reward)
+    answer = Segment(SegmentKind.ACTION, (3,), SPECIAL, (), (-1.0,), (0,), StopReason.END_OF_TURN, reward)
+    return Sample(name, group, (prompt, answer), (1,), reward, reward, name)
 
 
 def test_advantages_by_hand_keep_samples_and_order() -> None:
     samples = [sample("a/0", "a", 1.0), sample("b/0", "b", 5.0), sample("a/1", "a", 4.0), sample("b/1", "b", 5.0)]
     found = assign_advantages(samples, resolve(AlgorithmConfig(preset="dr_grpo")))
-    assert [(s.id, s.advantage) for s in found] == [("a/0", -1.5), ("b/0", 0.0), ("a/1", 1.5), ("b/1", 0.0)]
+    assert [s.id for s in found] == ["a/0", "b/0", "a/1", "b/1"]
     assert [s.segments for s in found] == [s.segments for s in samples]
-    assert all(s.advantage is None for s in samples)
-    leave_one_out = assign_advantages(samples, resolve(AlgorithmConfig(preset="rloo")))
-    assert [s.advantage for s in leave_one_out] == [-3.0, 0.0, 3.0, 0.0]
+    assert all(s.credit is None for s in samples)
+    assert advantages(samples, preset="dr_grpo") == [-1.5, 0.0, 1.5, 0.0]
+    assert advantages(samples, preset="rloo", kl_coef=0.0) == [-3.0, 0.0, 3.0, 0.0]
     # the spread of the group a: sqrt(((1 - 2.5)² + (4 - 2.5)²) / (2 - 1)) = 2.1213
-    grouped = assign_advantages(samples, resolve(AlgorithmConfig(preset="grpo")))
-    assert [s.advantage for s in grouped] == pytest.approx([-0.70711, 0.0, 0.70711, 0.0], abs=1e-4)
+    assert advantages(samples, preset="grpo") == pytest.approx([-0.70711, 0.0, 0.70711, 0.0], abs=1e-4)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
 def test_a_reward_that_is_not_finite_names_the_sample(reward: float) -> None:
-    samples = [sample("a/0", "a", 1.0), sample("a/1", "a", reward)]
+    broken = replace(sample("a/1", "a", 0.0), reward=reward)
     with pytest.raises(ValueError, match="sample a/1 has the reward (nan|inf|-inf)"):
-        assign_advantages(samples, resolve(AlgorithmConfig()))
+        assign_advantages([sample("a/0", "a", 1.0), broken], resolve(AlgorithmConfig()))

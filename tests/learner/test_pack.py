@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.learner.pack import collate, split
+from npu_vlrl.learner.pack import MicroBatch, collate, split
 from npu_vlrl.model.load import LoadedModel
-from npu_vlrl.types import Image, MicroBatch, Sample, Segment, SegmentKind, SpecialTokens
+from npu_vlrl.types import Image, Sample, Segment, SegmentKind, SpecialTokens
 from tests.support.learning import load, make_learner, plain_model, samples_of, tiny_folder
 
 torch.set_num_threads(1)
@@ -72,17 +72,18 @@ def test_tensors_are_what_the_segments_say(loaded: LoadedModel) -> None:
                     targets.append(token)
                     owners.append(number)
                     behaviour.append(segment.logprobs[place])
-                    advantages.append(sample.advantage)
+                    assert sample.credit is not None
+                    advantages.append(sample.credit.advantages_N[0])
                 ids.append(token)
     assert batch.sample_ids == ("g0/0", "g0/1", "g1/2", "g1/3")
     assert batch.token_ids_T.tolist() == ids and batch.token_ids_T.dtype == torch.int64
     assert batch.lengths == tuple(len(sample.token_ids) for sample in samples)
-    assert batch.trained_N.tolist() == before and batch.target_ids_N.tolist() == targets
+    assert batch.before_N.tolist() == before and batch.target_ids_N.tolist() == targets
     assert batch.sample_N.tolist() == owners
-    assert batch.behaviour_logprobs_N.tolist() == behaviour  # multiples of 1/64: exact in float32
+    assert batch.behaviour_N.tolist() == behaviour  # multiples of 1/64: exact in float32
     assert batch.advantages_N.tolist() == advantages
-    assert batch.behaviour_logprobs_N.dtype == batch.advantages_N.dtype == torch.float32
-    assert [batch.token_ids_T[i + 1] for i in batch.trained_N] == targets
+    assert batch.behaviour_N.dtype == batch.advantages_N.dtype == torch.float32
+    assert [batch.token_ids_T[i + 1] for i in batch.before_N] == targets
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])

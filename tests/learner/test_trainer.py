@@ -131,7 +131,7 @@ def test_three_steps_of_adamw_with_warm_up_and_clipping(loaded: LoadedModel, lim
 def test_the_loss_falls(loaded: LoadedModel) -> None:
     """The end of the chain, seen from outside: a rewarded sample gets more likely, a punished one less."""
     learner = make_learner(loaded)
-    good, bad = (replace(s, advantage=a) for s, a in zip(samples_of(loaded)[:2], (1.0, -1.0), strict=True))
+    good, bad = (with_advantage(s, a) for s, a in zip(samples_of(loaded)[:2], (1.0, -1.0), strict=True))
 
     def likelihoods() -> list[float]:
         with torch.no_grad():
@@ -227,7 +227,7 @@ def test_a_bad_number_skips_the_update_and_names_the_sample(loaded: LoadedModel,
     moments = [{k: v.clone() for k, v in state.items()} for state in learner.optimizer.state.values()]
     bad, patched = list(samples), op
     if where == "advantage":
-        bad[2] = replace(samples[2], advantage=float("nan"))
+        bad[2] = with_advantage(samples[2], float("nan"))
     else:
         only_here = set(samples[2].segments[1].token_ids)
         only_here -= {t for i in (0, 1, 3) for t in samples[i].token_ids}
@@ -249,7 +249,7 @@ def test_a_bad_number_skips_the_update_and_names_the_sample(loaded: LoadedModel,
 
 def test_only_the_mini_batch_with_the_bad_number_is_skipped(loaded: LoadedModel) -> None:
     samples = samples_of(loaded)
-    samples[0] = replace(samples[0], advantage=float("nan"))
+    samples[0] = with_advantage(samples[0], float("nan"))
     learner = make_learner(loaded, {"updates": 2})
     before = weights(learner)
     metrics = learner.step(samples)
@@ -328,7 +328,7 @@ def test_a_loss_that_overflows_where_the_ratio_is_clipped_names_every_sample(loa
     learner = make_learner(loaded, {"aggregation": "constant", "loss_constant": 0.01})
     clipped = export([trajectory(loaded, 9, (1,))], "concat", "sum", 1.0, "tiny")
     samples = with_true_logprobs(learner, [*samples_of(loaded), *clipped], error=-1.0)  # its ratio is e
-    samples[-1] = replace(samples[-1], advantage=2e38)
+    samples[-1] = with_advantage(samples[-1], 2e38)
     before = weights(learner)
     metrics = learner.step(samples)
     assert metrics["skipped_updates"] == 1 and unchanged(learner, before)

@@ -26,12 +26,13 @@ from tests.support.learning import (
     plain_model,
     samples_of,
     tiny_folder,
+    with_advantage,
 )
 
 torch.set_num_threads(1)
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
-RATIOS = ("token", "sequence")
+LOSSES = ("ppo", "gspo")
 CONSTANT = 16.0
 
 
@@ -40,8 +41,8 @@ def narrow() -> LoadedModel:
     return load()
 
 
-def probe(loaded: LoadedModel, mode: str, ratio: str = "token", budget: int = 10_000, **algorithm: Any) -> Probe:
-    settings = {"aggregation": mode, "ratio": ratio, "loss_constant": CONSTANT, "entropy_coef": 0.02}
+def probe(loaded: LoadedModel, mode: str, loss: str = "ppo", budget: int = 10_000, **algorithm: Any) -> Probe:
+    settings = {"aggregation": mode, "loss": loss, "loss_constant": CONSTANT, "entropy_coef": 0.02}
     settings |= {"clip_low": 0.2, "clip_high": 0.3, **algorithm}
     return make_learner(loaded, settings, Probe, micro_batch_tokens=budget)
 
@@ -49,15 +50,15 @@ def probe(loaded: LoadedModel, mode: str, ratio: str = "token", budget: int = 10
 # --- splits ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "ratio"), list(itertools.product(MODES, RATIOS)))
+@pytest.mark.parametrize(("mode", "loss"), list(itertools.product(MODES, LOSSES)))
 @pytest.mark.parametrize("style", ["concat", "individual"])
-def test_micro_batches_change_nothing(mode: str, ratio: str, style: Any) -> None:
+def test_micro_batches_change_nothing(mode: str, loss: str, style: Any) -> None:
     loaded = narrow()
     samples = samples_of(loaded, style)
-    whole = probe(loaded, mode, ratio)
+    whole = probe(loaded, mode, loss)
     expected = whole.measure(samples)
     for budget in (50, 1):  # a few micro-batches; every sample alone
-        parts = probe(loaded, mode, ratio, budget)
+        parts = probe(loaded, mode, loss, budget)
         assert distance(parts.measure(samples), expected) < 1e-6
         # terms of both signs cancel, so float32 keeps fewer digits; in float64, below, it is 1e-10
         assert parts.loss == pytest.approx(whole.loss, rel=1e-4)
@@ -67,9 +68,9 @@ def test_micro_batches_change_nothing_in_float64() -> None:
     loaded = load()
     loaded.policy.model.double()
     with float64_inside():
-        for style, mode, ratio in itertools.product(("concat", "individual"), MODES, RATIOS):
+        for style, mode, loss in itertools.product(("concat", "individual"), MODES, LOSSES):
             samples = samples_of(loaded, style)  # type: ignore[arg-type]
-            whole, alone = (probe(loaded, mode, ratio, budget, kl_coef=0.1) for budget in (10_000, 1))
+            whole, alone = (probe(loaded, mode, loss, budget, kl_coef=0.1) for budget in (10_000, 1))
             assert distance(alone.measure(samples), whole.measure(samples)) < 1e-10
             assert alone.loss == pytest.approx(whole.loss, rel=1e-10)
 
@@ -86,7 +87,7 @@ def test_the_order_of_samples_changes_nothing() -> None:
 def test_the_comparison_sees_one_changed_advantage() -> None:
     loaded = narrow()
     samples = samples_of(loaded)
-    changed = [*samples[:-1], Sample(**vars(samples[-1]) | {"advantage": 0.5625})]
+    changed = [*samples[:-1], with_advantage(samples[-1], 0.5625)]
     assert distance(probe(loaded, "token-mean").measure(changed), probe(loaded, "token-mean").measure(samples)) > 1e-3
 
 
@@ -108,7 +109,7 @@ def estimate_kl(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
 
 
 def brute_force(
-    loaded: LoadedModel, model: Any, reference: Any, samples: list[Sample], mode: str, ratio: str, kl: tuple[str, float]
+    loaded: LoadedModel, model: Any, reference: Any, samples: list[Sample], mode: str, kind: str, kl: tuple[str, float]
 ) -> Tensor:
     """The loss, sample by sample and token by token, through padded plain transformers."""
     with torch.no_grad():
@@ -117,14 +118,15 @@ def brute_force(
     for sample, (logprobs, entropies), (fixed, _) in zip(
         samples, plain_logprobs(model, loaded, samples), references, strict=True
     ):
-        assert sample.advantage is not None
+        assert sample.credit is not None
+        advantage = sample.credit.advantages_N[0]
         behaviour = torch.tensor(sample.behaviour_logprobs, dtype=torch.float64)
         mean_ratio = torch.exp((logprobs - behaviour).mean())
         terms = []
         for i in range(len(behaviour)):
-            r = torch.exp(logprobs[i] - behaviour[i]) if ratio == "token" else mean_ratio
+            r = torch.exp(logprobs[i] - behaviour[i]) if kind == "ppo" else mean_ratio
             penalty = kl[1] * estimate_kl(logprobs[i], fixed[i], kl[0])
-            terms.append(-surrogate(r, sample.advantage) + penalty - 0.02 * entropies[i])
+            terms.append(-surrogate(r, advantage) + penalty - 0.02 * entropies[i])
         per_sample.append(terms)
     sums = torch.stack([torch.stack(terms).sum() for terms in per_sample])
     lengths = torch.tensor([len(terms) for terms in per_sample])
@@ -157,10 +159,10 @@ def test_loss_and_gradient_are_those_of_plain_transformers(kind: str) -> None:
     with float64_inside():
         loaded, policy, reference = wide_pair(kind)
         samples = samples_of(loaded, with_images=kind != "qwen3")
-        cases = list(itertools.product(MODES, RATIOS)) if kind == "qwen2_5_vl" else [("token-mean", "token")]
-        for number, (mode, ratio) in enumerate(cases):
+        cases = list(itertools.product(MODES, LOSSES)) if kind == "qwen2_5_vl" else [("token-mean", "ppo")]
+        for number, (mode, name) in enumerate(cases):
             kl_kind = ("k1", "k2", "k3")[number % 3]
-            learner = probe(loaded, mode, ratio, 50, kl_coef=0.1, kl_kind=kl_kind)
+            learner = probe(loaded, mode, name, 50, kl_coef=0.1, kl_kind=kl_kind)
             disturbed = (loaded.policy.model, policy) if number == 0 else ()
             for model in disturbed:  # after the learner has taken its reference
                 disturb(model, 0.02)
@@ -169,7 +171,7 @@ def test_loss_and_gradient_are_those_of_plain_transformers(kind: str) -> None:
                 learner.reference.model.load_state_dict(reference.state_dict())
             found = learner.measure(samples)
             policy.zero_grad()
-            loss = brute_force(loaded, policy, reference, samples, mode, ratio, (kl_kind, 0.1))
+            loss = brute_force(loaded, policy, reference, samples, mode, name, (kl_kind, 0.1))
             loss.backward()
             expected = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
             assert learner.loss == pytest.approx(loss.item(), rel=1e-10)
@@ -200,7 +202,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
         logprobs, entropy = learner._score(batch, loaded.policy, learner.vision, 1.0)
         counts = torch.bincount(batch.sample_N)
         weights = token_weights(batch.sample_N, len(mine), counts, mode, 32, 4, CONSTANT)  # type: ignore[arg-type]
-        behaviour, advantages = batch.behaviour_logprobs_N, batch.advantages_N
+        behaviour, advantages = batch.behaviour_N, batch.advantages_N
         bounds: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0, "entropy_coef": 0.02}
         loss, _ = policy_loss(logprobs, entropy, behaviour, advantages, weights, **bounds)
         loss.backward()

@@ -1,6 +1,7 @@
 """KL to the policy as it was: zero at the start, the right gradient later, and a reference that never moves."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +25,11 @@ from tests.support.learning import (
 )
 
 torch.set_num_threads(1)
+
+
+def references(learner: Learner, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    found = {sample.id: sample.scores.reference_N for sample in learner.score(samples)}
+    return {name: torch.from_numpy(values) for name, values in found.items() if values is not None}
 
 
 def move(learner: Learner, scale: float = 0.02) -> None:
@@ -101,11 +107,11 @@ def test_the_reference_never_changes(loaded: LoadedModel) -> None:
     learner = make_learner(loaded, {"kl_coef": 0.05}, lr=1e-2)
     assert learner.reference is not loaded.policy
     before = {name: tensor.clone() for name, tensor in learner.reference.model.state_dict().items()}
-    first = learner._reference_logprobs(samples)
+    first = references(learner, samples)
     kls = [learner.step(samples)["kl"] for _ in range(3)]
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.reference.model.state_dict().items())
     assert not any(p.requires_grad for p in learner.reference.model.parameters())
-    again = learner._reference_logprobs(samples)
+    again = references(learner, samples)
     assert all(torch.equal(again[name], first[name]) for name in first)
     assert kls[0] < 1e-10 and min(kls[1:]) > 1e-4  # it is the policy that moves
 
@@ -118,7 +124,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
     for _ in range(2):
         learner.step(samples)
     kl = learner.step(samples)["kl"]
-    found = learner._reference_logprobs(samples)
+    found = references(learner, samples)
     with torch.no_grad():
         base = plain_logprobs(plain_model(tiny_folder()), loaded, samples)
     for sample, (expected, _) in zip(samples, base, strict=True):
@@ -133,11 +139,11 @@ def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
 def test_a_trained_tower_and_the_reference_see_with_their_own_weights(loaded: LoadedModel) -> None:
     learner = make_learner(loaded, {"kl_coef": 0.05})
     samples = samples_of(loaded)
-    first = learner._reference_logprobs(samples)
+    first = references(learner, samples)
     with torch.no_grad():
         for parameter in loaded.policy.vision.parameters():
             parameter *= 1.5
-    again = learner._reference_logprobs(samples)
+    again = references(learner, samples)
     assert all(torch.equal(again[name], first[name]) for name in first)
     assert learner.step(without_rewards(samples))["kl"] > 1e-6
 

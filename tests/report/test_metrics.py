@@ -49,6 +49,7 @@ def test_by_hand() -> None:
         "sample_tokens": sum(map(len, samples)) / 4,
         "cut_turns": 2 / 11,
         "judge_errors": 1.0,
+        "trained_groups": 2.0,
         "groups_without_spread": 0.5,
         "status/solved": 0.5,
         "status/max_turns": 0.5,
@@ -71,7 +72,7 @@ def test_evaluation_by_data_source_by_hand() -> None:
         of("b", Trajectory(a_task(), "2", 0, (), EpisodeStatus.FAILED, "too long")),
         of("b", episode(0, "3", ["a", "a", "a"], Verdict(-1.0, False), Verdict(-0.5, False), Verdict(-1.0, False))),
     ]
-    found = accuracies(done)
+    found = accuracies(done, "best", 1.0)
     assert list(found) == ["a", "b", "all"]
     names = ("tasks", "accuracy", "after_retries", "reward", "turns", "failed")
     assert found == {
@@ -82,4 +83,20 @@ def test_evaluation_by_data_source_by_hand() -> None:
             "all": (4, 0.25, 0.5, 0.25, 7 / 4, 0.25),
         }.items()
     }
-    assert accuracies([])["all"]["accuracy"] == 0.0
+    assert accuracies([], "best", 1.0)["all"]["accuracy"] == 0.0
+
+
+@pytest.mark.parametrize(("mode", "first", "second"), [("best", 0.25, 0.2), ("last", 0.25, 0.05), ("sum", 0.25, 0.25)])
+def test_the_reward_of_an_evaluation_is_the_one_that_is_trained(mode: Any, first: float, second: float) -> None:
+    """Turns halve. The first episode pays 0.5 for looking and earns 1.5 a turn later; the second never looks.
+
+    The best turn alone, without discount or price, would say 1.5 and 0.2.
+    """
+    settings: dict[str, Any] = {"tools": ("look",), "describe_tools": False, "max_turns": 2, "tool_call_reward": -0.5}
+    task = a_task(picture(28), "?", hidden_image=picture(56))
+    looked = play(workflow(Verdicts([Verdict(1.5, True)]), **settings), [LOOK, "up"], task)
+    guessed = play(workflow(Verdicts([Verdict(0.2, False), Verdict(0.1, False)]), **settings), ["a", "a"], task)
+    assert looked.turn_rewards == (-0.5, 1.5)
+    for played, reward in ((looked, first), (guessed, second)):
+        assert accuracies([played], mode, 0.5)["all"]["reward"] == pytest.approx(reward)
+        assert [sample.reward for sample in export([played], "concat", mode, 0.5, "tiny")] == [pytest.approx(reward)]

@@ -97,11 +97,12 @@ def test_metrics_that_are_not_finite_become_null(tmp_path: Path) -> None:
 def test_records_hold_every_token_and_every_picture(tmp_path: Path) -> None:
     run = opened(tmp_path / "r")
     done = episode(Verdict(0.1, False, terms={"format": 0.1}), Verdict(1.0, True, "well"))
-    run.trajectories(4, [done], {"g/0": 0.5, "g/1": 9.0})
+    run.trajectories(4, [done], {"g/0": [0.5, -1.0, float("nan")], "g/1": [9.0]})
     (record,) = lines(run, "trajectories.jsonl")
     expected = {"step": 4, "id": "g/0", "group": "g", "task": "t/1", "data_source": "test", "answer": "up"}
     assert {**record, **expected, "status": "solved", "error": None} == record
-    assert (record["solved"], record["solved_first_try"], record["advantages"]) == (True, False, {"g/0": 0.5})
+    assert (record["solved"], record["solved_first_try"]) == (True, False)
+    assert record["advantages"] == {"g/0": [0.5, -1.0, None]}
     rebuilt: list[int] = []
     for turn, written in zip(done.turns, record["turns"], strict=True):
         assert written["continues"] and written["text"] == turn.text
@@ -156,9 +157,10 @@ def test_a_turn_with_a_context_of_its_own_is_written_whole() -> None:
 
 def test_advantages_go_to_their_own_trajectory() -> None:
     """Member 1 must not take those of members 10 and 11, nor a turn's for another's."""
-    advantages = {"g/1": 1.0, "g/10": 2.0, "g/1/0": 3.0, "g/1/1": 4.0, "g/11/0": 5.0, "g": 6.0}
+    names = ("g/1", "g/10", "g/1/0", "g/1/1", "g/11/0", "g")
+    advantages = {name: [float(number)] for number, name in enumerate(names, start=1)}
     member = dataclasses.replace(episode(Verdict(1.0, True)), member=1)
-    assert trajectory_record(member, advantages)["advantages"] == {"g/1": 1.0, "g/1/0": 3.0, "g/1/1": 4.0}
+    assert trajectory_record(member, advantages)["advantages"] == {"g/1": [1.0], "g/1/0": [3.0], "g/1/1": [4.0]}
 
 
 def test_a_failed_trajectory_is_recorded_with_its_message(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from npu_vlrl.types import (
     Turn,
     Verdict,
 )
+from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.tools import ParsedCalls, Toolbox
 from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
@@ -66,9 +67,6 @@ def _scripted_calls(text: str) -> ParsedCalls:
 class _Tools(Toolbox):
     def __init__(self) -> None:
         super().__init__([])
-
-    def schemas(self) -> list[dict[str, Any]]:
-        return []
 
     def run(self, call: ToolCall, ctx: Any) -> ToolResult:
         reply = ctx.task.extra["script"][call.arguments["turn"]]
@@ -134,14 +132,14 @@ class Stage:
         config = WorkflowConfig(
             max_turns=8, tools=("show",), turn_tokens=turn_tokens, context_tokens=context_tokens, feedback="no"
         )
-        return ScriptedWorkflow(config, self.renderer, _Judge(), _Tools())
+        return ScriptedWorkflow(config, self.renderer, lambda: VisualQA(config, _Judge(), _Tools()))
 
     def play(
         self, tasks: Sequence[Task], members: int = 2, turn_tokens: int = 6, temperature: float = 1.0, seed: int = 0
     ) -> list[Trajectory]:
         """All episodes, played at once."""
         workflow, sampling = self.workflow(turn_tokens), Sampling(temperature, seed=seed)
-        with patch("npu_vlrl.workflow.vision_multiturn.parse_tool_calls", _scripted_calls):
+        with patch("npu_vlrl.workflow.environments.visual_qa.parse_tool_calls", _scripted_calls):
             groups = asyncio.run(play(tasks, workflow, self.recorder, members, sampling, "test"))
         return [trajectory for group in groups for trajectory in group]
 

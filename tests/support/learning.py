@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import (
+    Credit,
     EpisodeStatus,
     Image,
     Sample,
@@ -170,7 +172,9 @@ def samples_of(
 
 
 def with_advantage(sample: Sample, advantage: float) -> Sample:
-    return Sample(sample.id, sample.group, sample.segments, sample.trained, sample.reward, advantage)
+    """The same advantage on every scored token; the critic is not trained."""
+    n = sample.n_scored
+    return replace(sample, credit=Credit(np.full(n, advantage), np.zeros(n), np.zeros(n, dtype=bool)))
 
 
 # --- the same from plain transformers --------------------------------------------------------------------------------

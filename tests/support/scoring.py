@@ -13,10 +13,11 @@ from torch import Tensor
 
 from npu_vlrl.config import AlgorithmConfig, OptimConfig
 from npu_vlrl.learner.algorithm import resolve
+from npu_vlrl.learner.pack import MicroBatch
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.types import Image, ImageInput, MicroBatch, Sample, SpecialTokens
+from npu_vlrl.types import Image, ImageInput, Sample, SpecialTokens
 from npu_vlrl.workflow.export import ExportStyle
 from tests.support.models import is_vision, plain, plain_patches
 

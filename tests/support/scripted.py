@@ -29,6 +29,7 @@ from npu_vlrl.types import (
     Turn,
     Verdict,
 )
+from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.tools import Toolbox
 from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
@@ -137,11 +138,23 @@ class Verdicts:
 
 
 def workflow(
-    judge: Judge, renderer: Renderer | None = None, failed_reward: float = 0.0, **settings: Any
+    judge: Judge,
+    renderer: Renderer | None = None,
+    failed_reward: float = 0.0,
+    toolbox: Toolbox | None = None,
+    sees: ImageProcessor | None = None,
+    **settings: Any,
 ) -> VisionMultiTurnAgenticWorkflow:
+    """Episodes of `VisualQA`, with tools that take positions in what `sees` makes of a picture. A `toolbox` of the
+    caller's is the caller's to close.
+    """
     config = WorkflowConfig(**{"feedback": "No. Try again.", **settings})
+    tools = Toolbox(config.tools) if toolbox is None else toolbox
     return VisionMultiTurnAgenticWorkflow(
-        config, renderer or tiny_renderer(), judge, Toolbox(config.tools), failed_reward
+        config,
+        renderer or tiny_renderer(),
+        lambda: VisualQA(config, judge, tools, failed_reward, sees),
+        tools.schemas() if config.describe_tools else (),
     )
 
 

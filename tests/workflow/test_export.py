@@ -77,7 +77,7 @@ def episode(*rewards: float) -> Trajectory:
 def test_concat_is_one_sample_with_every_action_trained() -> None:
     done = episode(0.3, 0.0, 1.0)
     (sample,) = export([done], "concat", "sum", 0.5, "tiny")
-    assert (sample.id, sample.group, sample.advantage) == ("g/0", "g", None)
+    assert (sample.id, sample.group, sample.episode, sample.credit) == ("g/0", "g", "g/0", None)
     assert sample.reward == pytest.approx(0.3 + 0.25)
     kinds = [segment.kind.value for segment in sample.segments]
     assert kinds == ["prompt", "action", "observation", "action", "observation", "action"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.types import Image, Task, ToolCall, ToolResult
+from npu_vlrl.workflow.environments.visual_qa import seen_frame
 from npu_vlrl.workflow.tools import Frame, Toolbox, ToolContext, ToolError
-from npu_vlrl.workflow.vision_multiturn import seen_frame
 
 PROCESSOR = ImageProcessor(min_pixels=56 * 56, max_pixels=168 * 168, mean=(0, 0, 0), std=(1, 1, 1))
 BOX = Toolbox(["draw_bbox", "draw_line", "crop", "zoom"])

@@ -156,7 +156,9 @@ def test_what_fails_is_told_and_the_next_call_works(box: Toolbox, how: str, told
 def test_a_hanging_tool_costs_the_turn_and_holds_up_no_other_episode(file: Path) -> None:
     """One episode calls a tool that hangs; meanwhile another one plays three turns on the same event loop."""
     names = (f"{file}:hang",)
-    flow = workflow(Verdicts([Verdict(0.0, False)] * 2 + [Verdict(1.0, True)] * 2), tools=names, tool_error_reward=-0.5)
+    toolbox = Toolbox(names, deadline_s=1.0)
+    judge = Verdicts([Verdict(0.0, False)] * 2 + [Verdict(1.0, True)] * 2)
+    flow = workflow(judge, toolbox=toolbox, tools=names, tool_error_reward=-0.5)
     order: list[str] = []
 
     async def episode(name: str, lines: list[str]) -> object:
@@ -168,10 +170,8 @@ def test_a_hanging_tool_costs_the_turn_and_holds_up_no_other_episode(file: Path)
         hang = '<tool_call>{"name": "hang", "arguments": {"how": "sleep"}}</tool_call>'
         return await asyncio.gather(episode("hangs", [hang, "up"]), episode("plays", ["a", "b", "c"]))
 
-    flow.toolbox.close()
-    flow.toolbox = Toolbox(names, deadline_s=1.0)
     hangs, plays = asyncio.run(both())
-    flow.toolbox.close()
+    toolbox.close()
     assert order == ["plays", "hangs"]
     assert plays.status is hangs.status is EpisodeStatus.SOLVED  # type: ignore[attr-defined]
     assert hangs.turn_rewards == (-0.5, 1.0)  # type: ignore[attr-defined]
@@ -181,11 +181,12 @@ def test_a_hanging_tool_costs_the_turn_and_holds_up_no_other_episode(file: Path)
 def test_a_tool_that_cannot_be_started_any_more_fails_the_sample_and_names_it(tmp_path: Path) -> None:
     path = tmp_path / "gone.py"
     path.write_text(FILE)
-    flow = workflow(Verdicts([]), tools=(f"{path}:hang",))
+    toolbox = Toolbox([f"{path}:hang"])
+    flow = workflow(Verdicts([]), toolbox=toolbox, tools=(f"{path}:hang",))
     call = '<tool_call>{"name": "hang", "arguments": {"how": "die"}}</tool_call>'
     path.unlink()
     done = asyncio.run(flow.run(a_task(), Script([call, call]), "g", 0, Sampling()))
-    flow.toolbox.close()
+    toolbox.close()
     assert done.status is EpisodeStatus.FAILED and done.error is not None
     assert done.error.startswith("t/1: there is no file") and "gone.py" in done.error
 

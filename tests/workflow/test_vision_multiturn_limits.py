@@ -178,3 +178,15 @@ def test_rewriting_templates_keep_the_images_of_the_history() -> None:
     assert context.kind is SegmentKind.PROMPT
     assert [image.n_tokens for image in context.images] == [1, 4]
     assert "hm" not in decode([context])
+
+
+@pytest.mark.parametrize(("tokens", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (9, 1.5), (10, 2.0)])
+def test_the_last_tokens_of_a_turn_cost_more_and_more(tokens: int, penalty: float) -> None:
+    """From 0 after token 6 to 2 after token 10; the verdict stays the judge's own."""
+    line = Generation(encode("a") * tokens, (-1.0,) * tokens, (0,) * tokens, StopReason.TURN_BUDGET)
+    limits = {"turn_tokens": 10, "overlong_tokens": 4, "overlong_penalty": 2.0, "max_turns": 1}
+    (turn,) = play(workflow(Verdicts([Verdict(0.5, False)]), **limits), [line], TASK).turns  # type: ignore[arg-type]
+    assert turn.action.reward == pytest.approx(0.5 - penalty)
+    assert turn.verdict is not None and turn.verdict.reward == 0.5
+    (free,) = play(workflow(Verdicts([Verdict(0.5, False)]), turn_tokens=10, max_turns=1), [line], TASK).turns
+    assert free.action.reward == 0.5

@@ -241,8 +241,7 @@ def test_boxes_are_in_the_pixels_that_the_model_saw_also_of_results() -> None:
     stored = Image(np.random.default_rng(0).integers(0, 256, (100, 40, 3), dtype=np.uint8))
     task = a_task(stored, "?")
     lines = [crop([0, 56, 28, 112]) + crop([14, 0, 28, 28], 1), crop([7, 14, 14, 28], 1), "up"]
-    flow = workflow(Verdicts([RIGHT]), max_turns=3, tools=("crop",), describe_tools=False)
-    flow.processor = processor()
+    flow = workflow(Verdicts([RIGHT]), sees=processor(), max_turns=3, tools=("crop",), describe_tools=False)
     episode = play(flow, lines, task)
     assert [image.grid for image in episode.turns[1].context[-1].images] == [(1, 4, 2), (1, 2, 2)]
     half, quarter = (result.images[0] for result in episode.turns[0].tool_results)
@@ -263,8 +262,8 @@ def test_boxes_are_in_stored_pixels_where_no_processor_changes_them() -> None:
 
 
 def test_a_box_outside_of_what_was_seen_is_told_with_the_limits() -> None:
-    flow = workflow(Verdicts([RIGHT]), tools=("crop",), describe_tools=False, tool_error_reward=-0.5)
-    flow.processor = processor()
+    settings: dict[str, Any] = {"tools": ("crop",), "describe_tools": False, "tool_error_reward": -0.5}
+    flow = workflow(Verdicts([RIGHT]), sees=processor(), **settings)
     episode = play(flow, [crop([0, 0, 40, 100]), "up"], a_task(Image(np.zeros((100, 40, 3), np.uint8)), "?"))
     (told,) = episode.turns[0].tool_results
     assert told.error and "must be [left, top, right, bottom] inside [0, 0, 28, 112]" in told.text

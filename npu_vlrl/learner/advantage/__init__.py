@@ -1,77 +1,99 @@
-"""Advantage estimators by name, and the settings that make up a published algorithm.
-
-An estimator maps `(rewards [S], groups: S names)` to advantages, float64 [S]. `grpo` takes `std` as well.
-"""
+"""Advantage estimators by name. Each is a pure function over arrays in a file of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from npu_vlrl.learner.advantage.batch import Batch
 from npu_vlrl.learner.advantage.dr_grpo import dr_grpo
+from npu_vlrl.learner.advantage.gae import gae
+from npu_vlrl.learner.advantage.gigpo import gigpo
 from npu_vlrl.learner.advantage.grpo import grpo
+from npu_vlrl.learner.advantage.opo import opo
+from npu_vlrl.learner.advantage.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from npu_vlrl.learner.advantage.rloo import rloo
+from npu_vlrl.learner.advantage.tokens import over
+from npu_vlrl.learner.advantage.turn_gae import bi_level_gae, turn_wise_gae
+from npu_vlrl.learner.advantage.turn_grpo import turn_grpo
+from npu_vlrl.types import Credit
 
-ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-
-
-def estimate_advantages(name: str, rewards: np.ndarray, groups: Sequence[str], std: str | None = None) -> np.ndarray:
-    """Advantages [S] by the estimator's name; `std` ("group" or "batch") belongs to `grpo` and is None for the others.
-
-    Raises ValueError for an unknown name, for a `std` that the estimator does not have, and for unusable rewards.
-    """
-    if name not in ADVANTAGES:
-        raise ValueError(f"algorithm.advantage: unknown estimator {name!r}; choose one of {', '.join(ADVANTAGES)}")
-    allowed = ("group", "batch") if name == "grpo" else (None,)
-    if std not in allowed:
-        choices = " or ".join(map(repr, allowed))
-        raise ValueError(
-            f"algorithm.advantage_std: {name} takes {choices}, not {std!r}; "
-            f"`algorithm.preset={name}` has a fitting value"
-        )
-    options = {} if std is None else {"std": std}
-    return ADVANTAGES[name](rewards, groups, **options)
+__all__ = ["ESTIMATORS", "Batch", "Estimator", "estimate"]
 
 
-# Dual clip is in none of the four papers; it only acts on a negative advantage whose ratio has passed 3 (Ye et al.
-# 2020, arXiv 1912.09729) and is the usual guard against such tokens.
-_PPO = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "dynamic_sampling": False}
+@dataclass(frozen=True)
+class Estimator:
+    """Makes the credit of a batch's scored tokens, given the settings of `algorithm` that it names."""
 
-PRESETS: dict[str, dict[str, Any]] = {
-    # DeepSeekMath, equation 3: the mean over a sample's tokens, then over samples; β = 0.04.
-    "grpo": _PPO
-    | {
-        "advantage": "grpo",
-        "advantage_std": "group",
-        "aggregation": "seq-mean-token-mean",
-        "kl_coef": 0.04,
-    },
-    # Yu et al. 2025, arXiv 2503.14476: clip-higher, token-level loss, no KL, groups without spread are sampled again.
-    "dapo": _PPO
-    | {
-        "advantage": "grpo",
-        "advantage_std": "group",
-        "aggregation": "token-mean",
-        "clip_high": 0.28,
-        "kl_coef": 0.0,
-        "dynamic_sampling": True,
-    },
-    # arXiv 2503.20783: neither the group's std nor the sample's length divides.
-    "dr_grpo": _PPO
-    | {
-        "advantage": "dr_grpo",
-        "advantage_std": None,
-        "aggregation": "constant",
-        "kl_coef": 0.0,
-    },
-    # arXiv 2402.14740: a sample is one action, so its tokens are summed. Its KL is in the reward; here, in the loss.
-    "rloo": _PPO
-    | {
-        "advantage": "rloo",
-        "advantage_std": None,
-        "aggregation": "seq-mean-token-sum",
-        "kl_coef": 0.05,
-    },
+    function: Callable[..., Credit]
+    """Called with the batch and its settings."""
+    settings: frozenset[str] = frozenset()
+    needs_critic: bool = False
+
+
+def _over_samples(function: Callable[..., np.ndarray], *settings: str, lengths: bool = False) -> Estimator:
+    """One value for all tokens of a sample."""
+
+    def credit(batch: Batch, **options: Any) -> Credit:
+        given = {"lengths": batch.trained_S} if lengths else {}
+        values_S = function(batch.rewards(), batch.groups, **given, **options)
+        return _without_critic(np.repeat(values_S, batch.scored_S))
+
+    return Estimator(credit, frozenset(settings))
+
+
+def _over_turns(function: Callable[..., np.ndarray], *settings: str, states: bool = False) -> Estimator:
+    """One value for all tokens of a turn."""
+
+    def credit(batch: Batch, **options: Any) -> Credit:
+        given = {"states": batch.states()} if states else {}
+        return _without_critic(batch.on_tokens(function(batch.turns(), **given, **options)))
+
+    return Estimator(credit, frozenset(settings))
+
+
+def _over_tokens(function: Callable[..., Credit], *settings: str, critic: bool = True) -> Estimator:
+    def credit(batch: Batch, *, advantage_mask: bool, turn_rewards: bool, **options: Any) -> Credit:
+        tokens = batch.tokens(critic, turn_rewards)
+        mask_N = tokens.sampled_N if advantage_mask else np.ones_like(tokens.sampled_N)
+        return over(tokens, mask_N, partial(function, **options))
+
+    return Estimator(credit, frozenset({"advantage_mask", "turn_rewards", *settings}), critic)
+
+
+def _without_critic(values_N: np.ndarray) -> Credit:
+    return Credit(values_N, np.zeros_like(values_N), np.zeros(len(values_N), dtype=bool))
+
+
+_GAE = ("token_discount", "gae_lambda")
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": _over_samples(grpo, "advantage_std"),
+    "dr_grpo": _over_samples(dr_grpo),
+    "rloo": _over_samples(rloo),
+    "opo": _over_samples(opo, lengths=True),
+    "reinforce_pp": _over_tokens(reinforce_pp, "token_discount", critic=False),
+    "reinforce_pp_baseline": _over_samples(reinforce_pp_baseline, lengths=True),
+    "gae": _over_tokens(gae, *_GAE),
+    "masked_gae": _over_tokens(gae, *_GAE),  # they differ in the default of `advantage_mask`
+    "bi_level_gae": _over_tokens(bi_level_gae, *_GAE, "turn_discount"),
+    "turn_wise_gae": _over_tokens(turn_wise_gae, "turn_discount", "gae_lambda"),
+    "gigpo": _over_turns(gigpo, "turn_discount", "state_weight", states=True),
+    "turn_grpo": _over_turns(turn_grpo, "turn_discount"),
 }
+
+
+def estimate(name: str, batch: Batch, settings: Mapping[str, Any]) -> list[Credit]:
+    """The credit of each sample's scored tokens. Of `settings` the estimator gets those that it has.
+
+    Raises ValueError for rewards or values that are not finite, and for states that are missing.
+    """
+    estimator = ESTIMATORS[name]
+    credit = estimator.function(batch, **{key: settings[key] for key in estimator.settings})
+    ends = np.cumsum(batch.scored_S)[:-1]
+    parts = (np.split(values, ends) for values in (credit.advantages_N, credit.returns_N, credit.critic_N))
+    return [Credit(*own) for own in zip(*parts, strict=True)]

@@ -12,16 +12,16 @@ from npu_vlrl.learner.advantage.groups import centre, group_sum
 EPSILON = 1e-6
 
 
-def grpo(rewards: np.ndarray, groups: Sequence[str], std: Literal["group", "batch"] = "group") -> np.ndarray:
+def grpo(rewards: np.ndarray, groups: Sequence[str], advantage_std: Literal["group", "batch"] = "group") -> np.ndarray:
     """(R - mean of the group) / (std + 1e-6), float64 [S].
 
-    `std` is the unbiased standard deviation of the rewards in the sample's group ("group"), or of all centred rewards
-    of the batch ("batch", which does not blow up the small differences of an almost uniform group). Groups of one and
+    The unbiased standard deviation is that of the rewards in the sample's group ("group"), or of all centred rewards of
+    the batch ("batch", which does not blow up the small differences of an almost uniform group). Groups of one and
     groups of equal rewards get exactly 0. Raises ValueError for unequal lengths and for rewards that are not finite.
     """
     centred = centre(rewards, groups)
     values_S = centred.values_S
-    if std == "batch":
+    if advantage_std == "batch":
         return values_S / (values_S.std(ddof=1) + EPSILON) if values_S.size > 1 else values_S
     squares_G = group_sum(values_S**2, centred.group_S, centred.size_G)
     std_G = np.sqrt(squares_G / np.maximum(centred.size_G - 1, 1))

@@ -6,13 +6,13 @@ synchronous. The exceptions are `python`, which calls a function of the user's, 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from npu_vlrl.workflow.names import check_names
 from npu_vlrl.workflow.rewards.pool import InlineJudge, JudgePool
 from npu_vlrl.workflow.rewards.weighted import WeightedJudge, make_weighted
 from npu_vlrl.workflow.workers import is_spec
@@ -44,31 +44,18 @@ def make_judge(
     if is_spec(rule):
         rule, options = "python", {"function": rule, **options}
     if rule == "weighted":
-        _check_options(rule, options, {"terms", "solved_by"})
+        check_names(f"option of the rule {rule!r}:", options, {"terms", "solved_by"})
         return make_weighted(options, lambda name, its: make_judge(name, its, workers, deadline_s))
-    if rule not in RULES:
-        raise ValueError(_unknown("reward rule", rule, [*RULES, "weighted"]))
+    check_names("reward rule", [rule], [*RULES, "weighted"])
     if rule == "python":
-        _check_options(rule, options, {"function"})
+        check_names(f"option of the rule {rule!r}:", options, {"function"})
         if not isinstance(options.get("function"), str):
             raise ValueError("the rule 'python' needs the option 'function': path/to/file.py:function")
         return JudgePool(rule, options, workers, deadline_s)
     module = importlib.import_module(RULES[rule])
-    _check_options(rule, options, set(inspect.signature(module.score).parameters) - {"answer", "text"})
+    known = set(inspect.signature(module.score).parameters) - {"answer", "text"}
+    check_names(f"option of the rule {rule!r}:", options, known)
     module.score("1", "", **options)  # a rule refuses a bad value before training, not at the first answer
     if rule in INLINE:
         return InlineJudge(partial(module.score, **options), partial(module.check_gold, **options))
     return JudgePool(rule, options, workers, deadline_s)
-
-
-def _check_options(rule: str, options: Mapping[str, Any], known: set[str]) -> None:
-    for name in options:
-        if name not in known:
-            raise ValueError(_unknown(f"option of the rule {rule!r}:", name, sorted(known)))
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    nearest = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"unknown {what} {name!r}{hint} (known: {', '.join(names) or 'none'})"

@@ -24,7 +24,7 @@ def draw_line(ctx: ToolContext, start: tuple[float, float], end: tuple[float, fl
     frame = ctx.frame(image)
     ends = [frame.point(start), frame.point(end)]
     if math.dist(start, end) < 1:
-        raise ToolError("the line must be at least 1 pixel long; give two different points")
+        raise ToolError("the line must be at least 1 long; give two different points")
     pil = Pillow.fromarray(ctx.image(image).rgb)
     draw = ImageDraw.Draw(pil)
     draw.line(ends, fill=RED, width=frame.length(THICKNESS))

@@ -1,4 +1,4 @@
-"""Where the pixels that a model saw lie in the stored picture."""
+"""Where the positions that a model writes lie in the stored picture."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ToolError(ValueError):
 class Frame:
     """A model sees a picture resized, each axis by its own factor, perhaps after white was added right and below.
 
-    Positions are edges: column i of W spans i to i + 1, so that 0 and W are the borders. All sizes are (width, height)
-    in pixels.
+    Positions are edges: column i of W spans i to i + 1, so that 0 and W are the borders. A model gives them in pixels
+    as it sees them, or on a scale of its own. All sizes are (width, height) in pixels.
 
     Example: `Frame((100, 50), (100, 50), (56, 28)).box((28, 0, 56, 28)) == (50, 0, 100, 50)`
     """
@@ -26,6 +26,8 @@ class Frame:
     canvas: tuple[int, int]
     """The stored picture with the added white; all of it became `seen`."""
     seen: tuple[int, int]
+    scale: int | None = None
+    """What the model writes for the right and the lower border, whatever the size; None: the seen pixels."""
 
     @classmethod
     def unchanged(cls, size: tuple[int, int]) -> Frame:
@@ -33,17 +35,17 @@ class Frame:
         return cls(size, size, size)
 
     def region(self, box: Sequence[float]) -> tuple[Fraction, Fraction, Fraction, Fraction]:
-        """A seen box (left, top, right, bottom) as stored edges, exact, without the added white.
+        """A box (left, top, right, bottom) that the model gave as stored edges, exact, without the added white.
 
-        Raises ToolError when the box leaves the picture or is less than one seen pixel wide or high.
+        Raises ToolError when the box leaves the picture or is less than 1 wide or high.
         """
         left, top, right, bottom = box
-        width, height = self.seen
+        width, height = self._borders
         inside = min(left, top) >= 0 and right <= width and bottom <= height
         if not inside or right - left < 1 or bottom - top < 1:
             raise ToolError(
                 f"the box {_show(box)} must be [left, top, right, bottom] inside [0, 0, {width}, {height}], at least "
-                "1 pixel wide and high"
+                "1 wide and high"
             )
         x1, x2 = self._stored(left, 0), self._stored(right, 0)
         y1, y2 = self._stored(top, 1), self._stored(bottom, 1)
@@ -52,14 +54,15 @@ class Frame:
         return x1, y1, min(x2, Fraction(self.stored[0])), min(y2, Fraction(self.stored[1]))
 
     def box(self, box: Sequence[float]) -> tuple[int, int, int, int]:
-        """The stored pixels that a seen box touches: left, top, right, bottom, the last two exclusive."""
+        """The stored pixels that a box touches: left, top, right, bottom, the last two exclusive."""
         left, top, right, bottom = self.region(box)
         return math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)
 
     def point(self, point: Sequence[float]) -> tuple[int, int]:
-        """The stored pixel (column, row) at a seen point; raises ToolError for a point outside."""
-        if not all(0 <= value <= size for value, size in zip(point, self.seen, strict=True)):
-            raise ToolError(f"the point {_show(point)} must be [x, y] from [0, 0] to [{self.seen[0]}, {self.seen[1]}]")
+        """The stored pixel (column, row) at a point; raises ToolError for a point outside."""
+        width, height = self._borders
+        if not (0 <= point[0] <= width and 0 <= point[1] <= height):
+            raise ToolError(f"the point {_show(point)} must be [x, y] from [0, 0] to [{width}, {height}]")
         x, y = (min(math.floor(self._stored(value, axis)), self.stored[axis] - 1) for axis, value in enumerate(point))
         return x, y
 
@@ -67,8 +70,13 @@ class Frame:
         """Stored pixels, at least one, of something that shall look at least `pixels` thick."""
         return max(math.ceil(Fraction(pixels * self.canvas[axis], self.seen[axis])) for axis in (0, 1))
 
+    @property
+    def _borders(self) -> tuple[int, int]:
+        """Right and lower border as the model writes them."""
+        return self.seen if self.scale is None else (self.scale, self.scale)
+
     def _stored(self, value: float, axis: int) -> Fraction:
-        return Fraction(value) * self.canvas[axis] / self.seen[axis]
+        return Fraction(value) * self.canvas[axis] / self._borders[axis]
 
 
 def _show(values: Sequence[float]) -> str:

@@ -5,12 +5,16 @@ Source of the form: https://json-schema.org/understanding-json-schema and OpenAI
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+PIXELS = "in pixels of the image as you see it"
+"""How a docstring says what positions mean; `on_scale` replaces it for models that write them otherwise."""
 
 _SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _ARTICLES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
@@ -48,6 +52,17 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def on_scale(schema: dict[str, Any], scale: int | None) -> dict[str, Any]:
+    """A copy of a tool's schema for a model whose positions run from 0 to `scale`; None means `PIXELS`."""
+    copied = copy.deepcopy(schema)
+    if scale is not None:
+        said = f"from 0 to {scale} over the width and height of the image"
+        for parameter in copied["function"]["parameters"]["properties"].values():
+            if "description" in parameter:
+                parameter["description"] = parameter["description"].replace(PIXELS, said)
+    return copied
 
 
 def _type_schema(annotation: Any, where: str) -> dict[str, Any]:

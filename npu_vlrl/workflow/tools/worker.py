@@ -48,7 +48,7 @@ def pack(ctx: ToolContext) -> tuple[Content, list[Image]]:
         "messages": messages,
         "pictures": pictures,
         "images": [number(image) for image in ctx.images],
-        "frames": [(frame.stored, frame.canvas, frame.seen) for frame in ctx.frames],
+        "frames": [(frame.stored, frame.canvas, frame.seen, frame.scale) for frame in ctx.frames],
     }
     return content, list(images)
 
@@ -60,6 +60,6 @@ def unpack(content: Content, images: Sequence[Image]) -> ToolContext:
     )
     fields = content["task"]
     extra = {**fields["extra"], **{key: images[number] for key, number in content["pictures"].items()}}
-    frames = tuple(Frame(*map(tuple, sizes)) for sizes in content["frames"])
+    frames = tuple(Frame(tuple(a), tuple(b), tuple(c), scale) for a, b, c, scale in content["frames"])
     task = Task(**{**fields, "extra": extra}, messages=messages)
     return ToolContext(task, tuple(images[number] for number in content["images"]), frames)

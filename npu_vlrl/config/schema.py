@@ -1,20 +1,10 @@
-"""The whole configuration: one typed schema, read from a YAML file and `key=value` overrides.
-
-Unknown keys are errors that name the nearest known key. Every field is read somewhere; a test checks it.
-"""
+"""The whole configuration as one typed schema. Every field is read somewhere; a test checks it."""
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from yaml import YAMLError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -74,7 +64,8 @@ class SourceConfig(Section):
 
     path: str | None = None
     """Parquet, JSON lines, or a Hugging Face dataset folder."""
-    generator: Literal["photo", "arrow"] | None = None
+    generator: Literal["photo", "arrow", "episodes"] | None = None
+    """`episodes` are new seeds for a game."""
     shuffle: bool = True
     max_skip_share: Share = 0.1
     """Share of unusable records (counted and reported) above which the run ends."""
@@ -89,6 +80,13 @@ class SourceConfig(Section):
 class DataConfig(Section):
     train: SourceConfig
     eval: SourceConfig | None = None
+
+
+ANSWERS = (
+    *("feedback", "retry_when", "tools", "describe_tools"),
+    *("tool_error_reward", "tool_call_reward", "tool_workers", "tool_deadline_s"),
+)
+"""Fields of `workflow` that only `visual_qa` has a use for."""
 
 
 class WorkflowConfig(Section):
@@ -119,6 +117,10 @@ class WorkflowConfig(Section):
     """Seconds after which a call of such a tool is stopped and told to the model as an error."""
     turn_tokens: Count = 512
     """Tokens the policy may sample in one turn."""
+    overlong_tokens: CountOrOff = 0
+    """The last tokens of `turn_tokens`, over which a penalty rises from 0 to `overlong_penalty`; 0 disables."""
+    overlong_penalty: NonNegative = 1.0
+    """Taken from the reward of a turn that uses up its `turn_tokens`."""
     context_tokens: Annotated[int, Field(ge=2)] = 4096
     """Tokens of a whole episode, images included."""
 
@@ -126,6 +128,31 @@ class WorkflowConfig(Section):
     def retry_below(self) -> float | None:
         """The X of `reward_below: X`; None means that unsolved answers are retried."""
         return None if self.retry_when == "unsolved" else float(self.retry_when.partition(":")[2])
+
+
+class EnvironmentConfig(Section):
+    """The world of an episode; all but `name` is for games."""
+
+    name: str = "visual_qa"
+    """`visual_qa`, a registered game, or `path/to/file.py:function` that makes a game."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the game itself."""
+    format: Literal["no_think", "free_think", "grounding", "worldmodeling", "grounding_worldmodeling"] = "free_think"
+    answer_tag: Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")] = "answer"
+    end_token: str = ""
+    """What stands after the answer in the format, e.g. `<eoa>`."""
+    max_actions: Count = 3
+    """Actions that count in a turn."""
+    separator: Annotated[str, Field(min_length=1)] = ","
+    """What stands between actions."""
+    format_reward: float = 0.5
+    """Reward of a turn in the right format that names only actions of the game."""
+    explain: bool = True
+    """Tells rules, actions and format at the start; a warm start can teach them instead."""
+
+    @property
+    def is_game(self) -> bool:
+        return self.name != "visual_qa"
 
 
 class RewardConfig(Section):
@@ -154,23 +181,77 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """`preset` fills what is left at None."""
+    """`preset` fills what is left at None; docs/algorithms.md has a table of what each fills in."""
 
-    preset: Literal["grpo", "dapo", "dr_grpo", "rloo"] = "grpo"
-    advantage: Literal["grpo", "dr_grpo", "rloo"] | None = None
+    preset: Literal[
+        "grpo",
+        "dapo",
+        "dr_grpo",
+        "rloo",
+        "gigpo",
+        "rico_gae",
+        "rico_grpo",
+        "aico",
+        "aico_without_loss_mask",
+        "aico_without_advantage_mask",
+        "trico",
+        "trico_without_loss_mask",
+        "trico_without_advantage_mask",
+        "trico_without_turn_rewards",
+        "trico_without_bi_level",
+        "turn_ppo",
+    ] = "grpo"
+    advantage: (
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "opo",
+            "reinforce_pp",
+            "reinforce_pp_baseline",
+            "gae",
+            "masked_gae",
+            "bi_level_gae",
+            "turn_wise_gae",
+            "gigpo",
+            "turn_grpo",
+        ]
+        | None
+    ) = None
     advantage_std: Literal["group", "batch"] | None = None
+    advantage_mask: bool | None = None
+    """Estimates over the sampled tokens alone (VAGEN's M^adv), not over the observations between them."""
+    turn_rewards: bool | None = None
+    """Gives each turn its own reward; otherwise the episode's outcome is earned by its last token."""
+    token_discount: Share | None = None
+    """γ from token to token."""
+    turn_discount: Share | None = None
+    """γ from turn to turn in the estimate; `workflow.turn_discount` is that of the episode's reward."""
+    gae_lambda: Share | None = None
+    state_weight: NonNegative | None = None
+    """Weight of GiGPO's comparison of turns that began in the same state."""
+    loss_mask: bool | None = None
+    """Trains on the sampled tokens alone (VAGEN's M^loss), not on the observations between them."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] | None = None
-    ratio: Literal["token", "sequence"] = "token"
+    loss: Literal["ppo", "decoupled_ppo", "gspo", "cispo", "reinforce"] | None = None
     clip_low: Positive | None = None
     clip_high: Positive | None = None
     dual_clip: Annotated[float, Field(gt=1)] | None = None
+    correction: Literal["off", "tis", "icepop"] = "off"
+    """Weighs tokens by learner over engine probability: capped (`tis`), or left out beyond the bounds (`icepop`)."""
+    correction_low: Positive = 0.5
+    correction_high: Positive = 2.0
+    """Bounds of that weight; `decoupled_ppo` leaves tokens above the upper one out."""
     kl_coef: NonNegative | None = None
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    kl_kind: Literal["k1", "k2", "k3"] | None = None
+    kl_in: Literal["loss", "reward"] | None = None
     entropy_coef: float = 0.0
     dynamic_sampling: bool | None = None
-    """Replaces groups whose rewards are all equal."""
+    """Replaces groups whose outcomes are all equal."""
     max_extra_groups: CountOrOff = 32
     """Groups that dynamic sampling may add in a step."""
+    keep_groups: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a step's groups that is trained on: those whose outcomes vary most."""
     loss_constant: Positive = 1024.0
     """Divisor of the `constant` aggregation, in tokens per sample."""
     updates: Count = 1
@@ -179,6 +260,21 @@ class AlgorithmConfig(Section):
     """Passes over each batch."""
     max_logprob_gap: Positive = 0.05
     """Largest |learner - engine| log-probability allowed on the first mini-batch; more ends the run."""
+
+
+class CriticConfig(Section):
+    """The value function; used where `algorithm.advantage` is a GAE."""
+
+    backbone: Literal["separate", "shared"] = "separate"
+    """A copy of the policy that is trained by itself, or the policy's own hidden states."""
+    backbone_grad: Share = 0.5
+    """Share of the value loss's gradient that reaches a shared backbone."""
+    lr: Positive = 1e-5
+    """Of the head, and of a separate backbone."""
+    warmup_steps: CountOrOff = 0
+    """First steps, in which only the critic learns."""
+    value_clip: Positive | None = 0.5
+    """Largest move of a value in one step that the loss rewards; None disables."""
 
 
 class OptimConfig(Section):
@@ -201,7 +297,7 @@ class WarmStartConfig(Section):
     batch: Count = 32
     lr: Positive = 1e-3
     right_share: Share = 0.25
-    """Share of the demonstrated answers that are right; the others are drawn from the wrong ones."""
+    """Share of the demonstrated answers or actions that are right; the others are drawn from the wrong ones."""
 
 
 class TrainConfig(Section):
@@ -236,9 +332,11 @@ class Config(Section):
     run: RunConfig = RunConfig()
     train: TrainConfig = TrainConfig()
     workflow: WorkflowConfig = WorkflowConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     optim: OptimConfig = OptimConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvalConfig = EvalConfig()
@@ -267,78 +365,25 @@ class Config(Section):
             raise ValueError("algorithm.updates cannot exceed rollout.groups: a mini-batch holds whole groups")
         return self
 
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file (OmegaConf interpolation allowed) and applies dotted `key=value` overrides.
-
-    Raises ConfigError, whose message names the file, the key, and the nearest known key for a misspelt one.
-    """
-    if not Path(path).is_file():
-        raise ConfigError(f"{path}: no such configuration file")
-    try:
-        loaded = OmegaConf.load(path)
-        if not isinstance(loaded, DictConfig):
-            raise ValueError("the file must hold a mapping of sections, got a list")
-        merged = OmegaConf.merge(loaded, *map(_override, overrides))
-        values = OmegaConf.to_container(merged, resolve=True)
-    except ConfigError:
-        raise
-    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{path}:\n" + "\n".join(_explain(error))) from None
-
-
-def _override(text: str) -> DictConfig:
-    if not text.partition("=")[0] or "=" not in text:
-        raise ConfigError(f"override {text!r} is not of the form key=value, e.g. train.steps=10")
-    try:
-        return OmegaConf.from_dotlist([text])
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"override {text!r}: {error}") from error
-
-
-def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML that `load_config` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
-
-
-def _escaped(value: Any) -> Any:
-    """`value` with its strings written so that OmegaConf finds no interpolation in them."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list) else value
-
-
-def sections(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every configuration key with its field, e.g. ("train.steps", FieldInfo)."""
-    for name, info in model.model_fields.items():
-        nested = [t for t in (info.annotation, *get_args(info.annotation)) if _is_section(t)]
-        if nested:
-            yield from sections(nested[0], f"{prefix}{name}.")
+    @model_validator(mode="after")
+    def _one_world(self) -> Config:
+        """Nothing is set that the environment has no use for, and the tasks are of its kind."""
+        name, game = self.environment.name, self.environment.is_game
+        if game:
+            idle = [f"reward.{key}" for key in _changed(self.reward)]
+            idle += [f"workflow.{key}" for key in _changed(self.workflow) if key in ANSWERS]
         else:
-            yield f"{prefix}{name}", info
+            idle = [f"environment.{key}" for key in _changed(self.environment)]
+        if idle:
+            raise ValueError(f"environment.name={name} has no use for {', '.join(idle)}; leave that out")
+        for kind, source in (("train", self.data.train), ("eval", self.data.eval)):
+            if source is not None and (source.generator == "episodes") != game:
+                needs = "needs" if game else "cannot use"
+                raise ValueError(f"environment.name={name} {needs} data.{kind}.generator=episodes")
+        return self
 
 
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _explain(error: ValidationError) -> Iterator[str]:
-    known = [key for key, _ in sections()]
-    known += sorted({key.rpartition(".")[0] for key in known} - {""})
-    for item in error.errors():
-        key = ".".join(map(str, item["loc"]))
-        if item["type"] == "extra_forbidden":
-            same_depth = [name for name in known if name.count(".") == key.count(".")]
-            near = difflib.get_close_matches(key, same_depth, 1)
-            yield f"  {key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
-        elif item["type"] == "missing":
-            yield f"  {key}: required, but not given"
-        else:
-            got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
-            yield f"  {key or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{got}"
+def _changed(section: Section) -> list[str]:
+    """Fields that differ from their defaults."""
+    usual = type(section)()
+    return [key for key, value in section if value != getattr(usual, key)]

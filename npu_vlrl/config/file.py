@@ -1,0 +1,95 @@
+"""Reads a configuration from a YAML file and `key=value` overrides, and writes it.
+
+Unknown keys are errors that name the nearest known key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from yaml import YAMLError
+
+from npu_vlrl.config.schema import Config, ConfigError, Section
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file (OmegaConf interpolation allowed) and applies dotted `key=value` overrides.
+
+    Raises ConfigError, whose message names the file, the key, and the nearest known key for a misspelt one.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such configuration file")
+    try:
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise ValueError("the file must hold a mapping of sections, got a list")
+        merged = OmegaConf.merge(loaded, *map(_override, overrides))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path}:\n" + "\n".join(_explain(error))) from None
+
+
+def _override(text: str) -> DictConfig:
+    if not text.partition("=")[0] or "=" not in text:
+        raise ConfigError(f"override {text!r} is not of the form key=value, e.g. train.steps=10")
+    try:
+        return OmegaConf.from_dotlist([text])
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"override {text!r}: {error}") from error
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML that `load_config` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
+
+
+def _escaped(value: Any) -> Any:
+    """`value` with its strings written so that OmegaConf finds no interpolation in them."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value
+
+
+def sections(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every configuration key with its field, e.g. ("train.steps", FieldInfo)."""
+    for name, info in model.model_fields.items():
+        nested = [t for t in (info.annotation, *get_args(info.annotation)) if _is_section(t)]
+        if nested:
+            yield from sections(nested[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    known = [key for key, _ in sections()]
+    known += sorted({key.rpartition(".")[0] for key in known} - {""})
+    for item in error.errors():
+        key = ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden":
+            same_depth = [name for name in known if name.count(".") == key.count(".")]
+            near = difflib.get_close_matches(key, same_depth, 1)
+            yield f"  {key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+        elif item["type"] == "missing":
+            yield f"  {key}: required, but not given"
+        else:
+            got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
+            yield f"  {key or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{got}"

@@ -1,0 +1,49 @@
+"""Numbers about a micro-batch that add up to numbers about a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+Metrics = dict[str, Tensor]
+"""Scalars without gradient; a name ends in how they are put together, `_sum` or `_max`; `tokens_sum` is the divisor."""
+
+
+def clip_metrics(ratio_N: Tensor, low_N: Tensor, high_N: Tensor, dual_N: Tensor) -> Metrics:
+    """Mean and largest ratio, and how many tokens (bool [N] each) every bound acts on."""
+    ratio_N = ratio_N.detach()
+    return {
+        "ratio_sum": ratio_N.sum(),
+        "ratio_max": largest(ratio_N),
+        "clip_low_sum": low_N.sum(),
+        "clip_high_sum": high_N.sum(),
+        "dual_clip_sum": dual_N.sum(),
+    }
+
+
+def largest(values_N: Tensor) -> Tensor:
+    """The maximum of values that are not negative; 0 when there are none, as on a rank with nothing left to do."""
+    return values_N.max() if len(values_N) else values_N.new_zeros(())
+
+
+def reduce_metrics(parts: Iterable[Metrics]) -> dict[str, float]:
+    """The metrics of all micro-batches as numbers: `x_sum` becomes the mean `x` over tokens, `x_max` stays.
+
+    Means over no token at all are 0. `tokens` is the number of tokens.
+    """
+    collected: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for name, value in part.items():
+            collected.setdefault(name, []).append(value)
+    totals = {
+        name: float(torch.stack(values).max() if name.endswith("_max") else torch.stack(values).sum())
+        for name, values in collected.items()
+    }
+    tokens = totals.pop("tokens_sum", 0.0)
+    reduced = {
+        name.removesuffix("_sum"): total / max(tokens, 1) if name.endswith("_sum") else total
+        for name, total in totals.items()
+    }
+    return {"tokens": tokens} | reduced

@@ -1,0 +1,131 @@
+"""A game with pictures as an environment: the policy thinks in a format, names actions, and sees the next picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Protocol
+
+from npu_vlrl.config import EnvironmentConfig
+from npu_vlrl.types import DataError, EpisodeStatus, Image, Message, Step, Task, Turn, Verdict
+from npu_vlrl.workflow.environments.formats import Parsed, make_format
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one action of a game did."""
+
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """What it earned, by name; the sum is its reward."""
+    solved: bool = False
+    over: bool = False
+    """Nothing more can be done; a solved game is over too."""
+
+    @property
+    def last(self) -> bool:
+        return self.over or self.solved
+
+
+class Game(Protocol):
+    """The rules of a game. Seed and actions alone decide what happens."""
+
+    actions: tuple[str, ...]
+    """Names of all actions, as the policy writes them."""
+    rules: str
+    """What the policy is told at the start."""
+
+    def start(self, seed: int) -> None: ...
+
+    def act(self, action: str) -> Move:
+        """`action` is one of `actions`."""
+        ...
+
+    def picture(self) -> Image: ...
+
+    def state_key(self) -> str:
+        """Equal exactly for equal states."""
+        ...
+
+    def solution(self) -> list[str] | None:
+        """A shortest list of actions that solves the game from here; None when there is none, or none is known."""
+        ...
+
+
+class GameEnvironment:
+    """See `types.Environment`. Each turn takes up to `max_actions` actions out of the answer, until the game is over.
+
+    A turn earns what its actions earn, and `format_reward` when its text is right in form and names only actions of the
+    game. An unknown action ends the turn: the actions before it count, those after it do not.
+    Raises ValueError when the actions of the game cannot be told apart, or hold the separator.
+    """
+
+    def __init__(self, game: Game, config: EnvironmentConfig) -> None:
+        self.game = game
+        self.format = make_format(config)
+        self.config = config
+        self._actions = {action.casefold(): action for action in game.actions}
+        words = all(a and a == a.strip() and config.separator not in a for a in game.actions)
+        if not words or len(self._actions) < len(game.actions):
+            raise ValueError(
+                f"the actions {', '.join(map(repr, game.actions))} must be different words, regardless of case, and "
+                f"not hold the separator {config.separator!r}"
+            )
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """One message: rules, actions and format, unless `explain` is off, and the first picture."""
+        seed = task.extra.get("seed")
+        if not isinstance(seed, int):
+            raise DataError("the task has no seed for a game; use data.train.generator=episodes")
+        self.game.start(seed)
+        return (Message("user", (*((self._explanation(),) if self.config.explain else ()), self.game.picture())),)
+
+    async def step(self, text: str, history: Sequence[Turn]) -> Step:
+        parsed = self.format.parse(text)
+        names = [name.strip() for name in (parsed.answer or "").split(self.config.separator) if name.strip()]
+        known = list(takewhile(lambda name: name.casefold() in self._actions, names[: self.config.max_actions]))
+        done: list[str] = []
+        moves = [Move()]
+        while len(done) < len(known) and not moves[-1].last:
+            done.append(self._actions[known[len(done)].casefold()])
+            moves.append(self.game.act(done[-1]))
+        all_known = bool(known) and len(known) == min(len(names), self.config.max_actions)
+        terms: dict[str, float] = defaultdict(float)
+        for move in moves:
+            for name, value in move.terms.items():
+                terms[name] += value
+        terms["format"] += self.config.format_reward * (parsed.right and all_known)
+        verdict = Verdict(sum(terms.values()), moves[-1].solved, terms=dict(terms))
+        told = self._told(parsed, names, known, done)
+        message = Message("user", (told, self.game.picture()))
+        return Step(verdict.reward, (message,), _status(moves[-1]), verdict)
+
+    def state_key(self) -> str:
+        return self.game.state_key()
+
+    def _listed(self) -> str:
+        return ", ".join(self.game.actions)
+
+    def _explanation(self) -> str:
+        most = self.config.max_actions
+        many = f" Take up to {most} at a time, separated by {self.config.separator!r}." if most > 1 else ""
+        return f"{self.game.rules}\nActions: {self._listed()}.{many}\n{self.format.instructions}\n"
+
+    def _told(self, parsed: Parsed, names: Sequence[str], known: Sequence[str], done: Sequence[str]) -> str:
+        """What became of a turn, and what was wrong with it."""
+        most = self.config.max_actions
+        told = [f"Done: {', '.join(done)}." if done else "Nothing was done."]
+        if len(known) < min(len(names), most):
+            told.append(f"There is no action {names[len(known)][:40]!r}; the actions are {self._listed()}.")
+        elif len(names) > most:
+            told.append(f"Only {most} actions count in a turn.")
+        if not parsed.right or not names:
+            told.append(f"Write {self.format.form}")
+        return " ".join(told) + "\n"
+
+
+def _status(move: Move) -> EpisodeStatus | None:
+    if move.solved:
+        return EpisodeStatus.SOLVED
+    return EpisodeStatus.LOST if move.over else None

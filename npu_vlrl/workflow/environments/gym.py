@@ -1,0 +1,161 @@
+"""Any gymnasium environment with pictures and a list of actions, as a game."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+from npu_vlrl.types import DataError, Image
+from npu_vlrl.workflow.environments.game import Move
+
+T = TypeVar("T")
+
+_TRIED: set[str] = set()
+"""Environments that gave a picture in this process; trying each episode's would cost a reset."""
+
+
+class Gym:
+    """See `environments.game.Game`. A move has the one term `reward`.
+
+    The environment runs in this process: one that hangs, or ends the process, does so to the whole training.
+    """
+
+    def __init__(
+        self,
+        env: gymnasium.Env[Any, Any],
+        name: str,
+        actions: Mapping[str, int],
+        rules: str,
+        solved_reward: float,
+        render: bool,
+    ) -> None:
+        """`name` is for errors; `actions`: name -> number in the action space; `render`: see `game`."""
+        self.actions = tuple(actions)
+        self.rules = rules
+        self._env, self._name, self._numbers = env, name, actions
+        self._solved_reward, self._render = solved_reward, render
+        weakref.finalize(self, env.close)
+
+    def start(self, seed: int) -> None:
+        """Raises DataError, as all methods do, when the environment raises or gives what cannot be used."""
+        self._observed, _ = self._asked("reset", lambda: self._env.reset(seed=seed))
+        self._picture: Image | None = None
+        self._earned, self._over = 0.0, False
+
+    def act(self, action: str) -> Move:
+        assert not self._over, "the game is over"
+        step = self._asked("step", lambda: self._env.step(self._numbers[action]))
+        self._observed, given, terminated, truncated, _ = step
+        self._picture = None
+        reward = self._asked("reward", lambda: float(given))
+        if not math.isfinite(reward):
+            raise DataError(
+                f"gymnasium environment {self._name}: the reward of {action} is {reward}, which is not finite"
+            )
+        self._earned += reward
+        self._over = bool(terminated or truncated)
+        return Move({"reward": reward}, bool(terminated) and self._earned >= self._solved_reward, self._over)
+
+    def picture(self) -> Image:
+        if self._picture is None:
+            # a copy: environments write into what they gave before
+            self._picture = self._asked("picture", lambda: Image(np.array(self._pixels())))
+        return self._picture
+
+    def state_key(self) -> str:
+        """What a method `state_key` of the environment says; without one, the picture stands for the state."""
+        own = getattr(self._env.unwrapped, "state_key", None)
+        return self.picture().hash if own is None else str(self._asked("state_key", own))
+
+    def solution(self) -> None:
+        """Not known."""
+
+    def _pixels(self) -> Any:
+        return self._env.render() if self._render else self._observed
+
+    def _asked(self, what: str, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except Exception as error:  # it is the user's code, and may raise anything
+            problem = f"{type(error).__name__}: {error}"
+            raise DataError(f"gymnasium environment {self._name}: its {what} cannot be used: {problem}") from error
+
+
+def game(
+    *,
+    id: str,
+    actions: dict[str, int] | None = None,
+    rules: str = "",
+    solved_reward: float = 1.0,
+    render: bool = False,
+    max_steps: int | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> Gym:
+    """An environment of gymnasium's registry, with a Discrete action space.
+
+    Args:
+        id: As in `gymnasium.make`; `module:Name-v0` imports the module first, which registers it.
+        actions: Number of each action by the name that the policy writes; if not given, what the environment's
+            `get_action_meanings()` says.
+        rules: What the policy is told at the start.
+        solved_reward: A terminated episode is solved when its rewards add up to at least this.
+        render: Takes the pictures from `render()` in the mode rgb_array instead of from the observations.
+        max_steps: Actions after which an episode is over; if not given, as registered.
+        arguments: Passed on to the environment.
+
+    Raises ValueError, naming the environment, when it cannot be made, its spaces are not of the right kind, or an
+    action is none of its own; DataError when it gives no picture.
+    """
+    given = dict(arguments or {}) | ({"render_mode": "rgb_array"} if render else {})
+    try:
+        env = gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **given)
+    except Exception as error:  # what the user's module raises, too
+        raise ValueError(f"gymnasium environment {id} cannot be made: {type(error).__name__}: {error}") from error
+    if not render and not _is_picture(env.observation_space):
+        raise ValueError(
+            f"gymnasium environment {id}: its observations are {env.observation_space}, not pictures, a Box of uint8 "
+            "[height, width, 3]; set render=true if it can render"
+        )
+    space = env.action_space
+    if not isinstance(space, Discrete):
+        raise ValueError(f"gymnasium environment {id}: its actions are {space}; only those of a Discrete have names")
+    numbers = _meanings(env, space, id) if actions is None else actions
+    _check_numbers(numbers, space, id)
+    made = Gym(env, id, numbers, rules or f"You play {id}.", solved_reward, render)
+    key = repr((id, render, max_steps, arguments))
+    if key not in _TRIED:
+        made.start(0)
+        made.picture()
+        _TRIED.add(key)
+    return made
+
+
+def _is_picture(space: gymnasium.Space[Any]) -> bool:
+    return isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) == 3 and space.shape[2] == 3
+
+
+def _meanings(env: gymnasium.Env[Any, Any], space: Discrete, name: str) -> dict[str, int]:
+    meanings = getattr(env.unwrapped, "get_action_meanings", None)
+    if meanings is None:
+        raise ValueError(
+            f"gymnasium environment {name} does not name its actions; write e.g. options.actions={{Left: 0, Right: 1}} "
+            f"for its {space}"
+        )
+    return {action: number for number, action in enumerate(meanings(), start=int(space.start))}
+
+
+def _check_numbers(numbers: Mapping[str, int], space: Discrete, name: str) -> None:
+    if not numbers:
+        raise ValueError(f"gymnasium environment {name}: options.actions is empty; name at least one action")
+    for action, number in numbers.items():
+        if number not in space:
+            raise ValueError(
+                f"gymnasium environment {name}: action {action!r} is number {number}, but they go from {space.start} "
+                f"to {space.start + space.n - 1}"
+            )

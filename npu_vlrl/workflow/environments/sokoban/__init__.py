@@ -1,0 +1,111 @@
+"""Sokoban: push every box on a target, in rooms made from a seed or in levels of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from npu_vlrl.types import Image
+from npu_vlrl.workflow.environments.game import Move
+from npu_vlrl.workflow.environments.sokoban.draw import draw
+from npu_vlrl.workflow.environments.sokoban.generate import generate
+from npu_vlrl.workflow.environments.sokoban.levels import level_text, read_levels
+from npu_vlrl.workflow.environments.sokoban.rules import ACTIONS, State
+from npu_vlrl.workflow.environments.sokoban.solve import solve
+
+STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0
+
+SMALLEST, SMALLEST_TILE = 5, 4
+"""Limits of `size` and `tile`: in 4x4 cells every box stands in a corner, and smaller sprites cannot be told apart."""
+
+RULES = """\
+You play Sokoban: push every box on a target. The picture shows the room from above. Red bricks are walls, black is \
+floor, the green figure is you, a yellow crate is a box, and a red square outline is a target. A box on a target has a \
+red frame.
+Up, Down, Left and Right move you by one cell. If a box is there, you push it one cell further, which works only if \
+that cell holds neither wall nor box. You cannot pull, and you cannot push two boxes at once.
+Every action costs 0.1. Pushing a box on a target earns 1, pushing it off costs 1, and the last box earns 10 more."""
+
+
+class Sokoban:
+    """See `environments.game.Game`. Rewards as in gym-sokoban and VAGEN: terms `step`, `box` and `solved`."""
+
+    actions = ACTIONS
+    rules = RULES
+
+    def __init__(self, level: Callable[[int], State], tile: int) -> None:
+        """`level`: seed -> the state to start in; `tile`: side of a cell in the picture, in pixels."""
+        self._level = level
+        self._tile = tile
+
+    def start(self, seed: int) -> None:
+        """Raises DataError when the seed has no room."""
+        self.state = self._level(seed)
+
+    def act(self, action: str) -> Move:
+        before, self.state = self.state, self.state.moved(action)
+        assert not before.solved, "the game is over"
+        solved = self.state.solved
+        terms = {
+            "step": STEP_REWARD,
+            "box": BOX_REWARD * (self.state.on_target - before.on_target),
+            "solved": SOLVED_REWARD if solved else 0.0,
+        }
+        return Move(terms, solved, over=solved)
+
+    def picture(self) -> Image:
+        return draw(self.state, self._tile)
+
+    def state_key(self) -> str:
+        """The level as text: walls, targets, boxes and player."""
+        return level_text(self.state)
+
+    def solution(self) -> list[str] | None:
+        """A shortest one; None also for a level that is too hard for `solve`."""
+        return solve(self.state)
+
+
+def game(
+    *,
+    size: int | None = None,
+    boxes: int | None = None,
+    min_solution: int | None = None,
+    max_solution: int | None = None,
+    levels: str | None = None,
+    tile: int = 28,
+) -> Sokoban:
+    """Rooms made from the seed, or levels of a file, of which the seed chooses one: number seed modulo their count.
+
+    Args:
+        size: Side of a made room in cells, with its wall; 6 if not given.
+        boxes: Number of boxes in a made room; 1 if not given.
+        min_solution: The shortest solution of a made room has at least as many actions.
+        max_solution: The shortest solution of a made room has at most as many actions.
+        levels: A file of levels instead, `hard_003` or `unfiltered_test_000` of Boxoban, or a path.
+        tile: Side of a cell in the picture, in pixels. 28 is one token of Qwen2.5-VL, 32 of Qwen3-VL.
+
+    Raises ValueError for options that do not fit, and DataError for levels that cannot be read or rooms not found.
+    """
+    if tile < SMALLEST_TILE:
+        raise ValueError(f"sokoban: tile is {tile}; it must be at least {SMALLEST_TILE} pixels")
+    made = {"size": size, "boxes": boxes, "min_solution": min_solution, "max_solution": max_solution}
+    given = {name: value for name, value in made.items() if value is not None}
+    if levels is None:
+        return Sokoban(_rooms(**given), tile)
+    if given:
+        raise ValueError(f"sokoban: levels and {', '.join(given)} exclude each other; leave one out")
+    states = read_levels(levels)
+    return Sokoban(lambda seed: states[seed % len(states)], tile)
+
+
+def _rooms(
+    size: int = 6, boxes: int = 1, min_solution: int = 1, max_solution: int | None = None
+) -> Callable[[int], State]:
+    """Seed -> room. Raises DataError when there is none for seed 0, so that limits which no room keeps show at once."""
+    if size < SMALLEST:
+        raise ValueError(f"sokoban: size is {size}; it must be at least {SMALLEST} cells, the wall included")
+    if not 1 <= boxes <= (size - 2) ** 2 - 2:
+        raise ValueError(f"sokoban: boxes is {boxes}; a room of size {size} holds from 1 to {(size - 2) ** 2 - 2}")
+    if max_solution is not None and max_solution < min_solution:
+        raise ValueError(f"sokoban: max_solution {max_solution} is below min_solution {min_solution}")
+    generate(0, size, boxes, min_solution, max_solution)
+    return lambda seed: generate(seed, size, boxes, min_solution, max_solution)

@@ -1,0 +1,98 @@
+"""Error recovery: an answer is judged, and a wrong one gets feedback and another try; or a tool is called."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from npu_vlrl.config import WorkflowConfig
+from npu_vlrl.data.processor import ImageProcessor, padded
+from npu_vlrl.types import (
+    EpisodeStatus,
+    Image,
+    Judge,
+    JudgeError,
+    Message,
+    Step,
+    Task,
+    ToolResult,
+    Turn,
+    Verdict,
+)
+from npu_vlrl.workflow.tools import Frame, Toolbox, ToolContext
+from npu_vlrl.workflow.tools.hermes import ParsedCalls, parse_tool_calls
+
+
+class VisualQA:
+    """See `types.Environment`.
+
+    Tools take positions in the pixels that `processor` makes of a picture; without one (a text-only model), in those of
+    the picture itself. The judge scores what is no tool call, and `retry_when` selects the answers that are retried.
+    """
+
+    def __init__(
+        self,
+        config: WorkflowConfig,
+        judge: Judge,
+        toolbox: Toolbox,
+        failed_reward: float = 0.0,
+        processor: ImageProcessor | None = None,
+    ) -> None:
+        self.config = config
+        self.judge = judge
+        self.toolbox = toolbox
+        self.failed_reward = failed_reward
+        self.processor = processor
+        self._images: tuple[Image, ...] = ()
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self._task = task
+        shown = [m for m in task.messages if self.config.system_prompt is None or m.role != "system"]
+        self._images = tuple(image for message in shown for image in message.images)
+        return task.messages
+
+    async def step(self, text: str, history: Sequence[Turn]) -> Step:
+        parsed = parse_tool_calls(text) if self.config.tools else ParsedCalls((), ())
+        if not parsed.calls and not parsed.errors:
+            return await self._judge(text, history)
+        results = await asyncio.to_thread(self._run_tools, parsed)
+        self._images += tuple(image for result in results for image in result.images)
+        failed = any(result.error for result in results)
+        reward = self.config.tool_error_reward if failed else self.config.tool_call_reward
+        return Step(reward, tool_calls=parsed.calls, tool_results=results)
+
+    def state_key(self) -> str | None:
+        """Not known: what matters is what was said so far."""
+        return None
+
+    async def _judge(self, text: str, history: Sequence[Turn]) -> Step:
+        problem = None
+        try:
+            verdict = await self.judge.judge(self._task, text, history)
+        except JudgeError as error:
+            verdict, problem = Verdict(self.failed_reward, solved=False), f"{self._task.id}: {error}"
+        told = Message("user", (verdict.feedback or self.config.feedback,))
+        return Step(verdict.reward, (told,), self._end(verdict), verdict, judge_error=problem)
+
+    def _end(self, verdict: Verdict) -> EpisodeStatus | None:
+        below = self.config.retry_below
+        if verdict.solved and below is None:
+            return EpisodeStatus.SOLVED
+        if below is not None and verdict.reward >= below:
+            return EpisodeStatus.SOLVED if verdict.solved else EpisodeStatus.STOPPED
+        return None
+
+    def _run_tools(self, parsed: ParsedCalls) -> tuple[ToolResult, ...]:
+        images, results = self._images, []
+        for call in parsed.calls:
+            frames = () if self.processor is None else tuple(seen_frame(self.processor, image) for image in images)
+            result = self.toolbox.run(call, ToolContext(self._task, images, frames))
+            results.append(result)
+            images = (*images, *result.images)
+        return (*results, *(ToolResult(error, error=True) for error in parsed.errors))
+
+
+def seen_frame(processor: ImageProcessor, image: Image) -> Frame:
+    """How a picture looks to the model of `processor`."""
+    _, rows, columns = processor.describe(image).grid
+    return Frame(image.size, padded(*image.size), (columns * processor.patch_size, rows * processor.patch_size))

@@ -1,0 +1,59 @@
+"""The table of presets in the documents is the one that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from npu_vlrl.config import AlgorithmConfig
+from npu_vlrl.learner.advantage import ESTIMATORS
+from npu_vlrl.learner.algorithm import resolve
+from npu_vlrl.learner.presets import DEFAULTS, PRESETS
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
+COLUMNS = [
+    "advantage",
+    "turn_rewards",
+    "advantage_mask",
+    "loss_mask",
+    "token_discount",
+    "turn_discount",
+    "gae_lambda",
+    "aggregation",
+    "clip_high",
+    "kl_coef",
+    "kl_kind",
+    "kl_in",
+]
+
+
+def table() -> str:
+    """The presets as they resolve; what is the same in all of them is not in it."""
+
+    def cell(value: object) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return "" if value is None else str(value)
+
+    rows = [["preset", *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
+    for name in PRESETS:
+        found = vars(resolve(AlgorithmConfig(preset=name)))  # type: ignore[arg-type]
+        rows.append([f"`{name}`", *(cell(found[column]) for column in COLUMNS)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def test_the_documented_table_is_what_the_presets_resolve_to() -> None:
+    written = DOCUMENT.read_text().partition("<!-- presets -->\n")[2].partition("\n<!-- /presets -->")[0]
+    assert written == table(), f"docs/algorithms.md should hold:\n{table()}"
+
+
+def test_every_estimator_is_documented() -> None:
+    text = DOCUMENT.read_text()
+    assert all(f"| `{name}` |" in text for name in ESTIMATORS)
+
+
+def test_presets_set_what_their_estimator_takes() -> None:
+    """A preset that names a setting which its estimator ignores would say something untrue."""
+    optional = set().union(*(estimator.settings for estimator in ESTIMATORS.values()))
+    for name, settings in PRESETS.items():
+        assert settings.keys() <= {"advantage", *DEFAULTS}, name
+        assert (settings.keys() & optional) <= ESTIMATORS[settings["advantage"]].settings, name
