@@ -66,6 +66,11 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     """
     platform = _prepare(config)
     algorithm = resolve(config.algorithm)
+    if algorithm.advantage == "gigpo" and not config.environment.is_game:
+        raise ConfigError(
+            "algorithm.advantage=gigpo compares states, and environment.name=visual_qa does not name them; choose a game "
+            "or another algorithm.preset"
+        )
     rollout, evaluation = config.rollout, config.evaluation
     setting = make_setting(config, cleanup)
     with _blaming("data"):
