@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from npu_vlrl.kernels.table import op, register
+from npu_vlrl.kernels.tree import Tree
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
@@ -97,6 +98,24 @@ def _attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, scale:
         enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
     )
     return output.transpose(1, 2)
+
+
+@register("tree_attention")
+def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scale: float) -> Tensor:
+    """Causal attention over packed sequences whose common beginnings stand there once. Returns [T, H, D].
+
+    A token sees itself and, of the tokens before it, those of its node and of the nodes above.
+    """
+    if not tree.shares:
+        return op("varlen_attention")(q_HTD, k_KSD, v_KSD, tree.bounds, tree.bounds, True, scale)
+    outputs = []
+    last_seer = tree.last_seer(q_HTD.device)
+    for root in tree.roots:
+        place = torch.arange(root.start, root.stop, device=q_HTD.device)
+        mask = (place[:, None] >= place) & (place[:, None] < last_seer[root])
+        q, k, v = (x[None, :, root] for x in (q_HTD, k_KSD, v_KSD))
+        outputs.append(masked_attention(q, k, v, mask[None, None], scale)[0])
+    return torch.cat(outputs)
 
 
 @register("masked_attention")

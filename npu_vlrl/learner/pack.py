@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_vlrl.kernels.tree import Tree
+from npu_vlrl.learner.tree import divide, share
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.types import Credit, ImageInput, Sample
@@ -20,11 +22,11 @@ class MicroBatch:
 
     sample_ids: tuple[str, ...]
     token_ids_T: Tensor
-    """int64 [T]"""
+    """int64 [T]: what several samples begin with stands here once."""
     position_ids_3T: Tensor
-    """int64 [3, T]: rotary positions (time, height, width), restarting with every sample."""
-    lengths: tuple[int, ...]
-    """Tokens of each sample; they add up to T."""
+    """int64 [3, T]: rotary positions (time, height, width), counted from the beginning of a sample."""
+    tree: Tree
+    """Which token sees which."""
     images: tuple[ImageInput, ...]
     """Distinct images; each is encoded once."""
     image_order: tuple[int, ...]
@@ -49,48 +51,72 @@ class MicroBatch:
     """See `Credit`; zeros where nothing was estimated."""
 
 
-def split(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of samples for each micro-batch: best fit, longest first. A sample over `max_tokens` stands alone.
+def plan(samples: Sequence[Sample], max_tokens: int, placeholder: int | None) -> list[list[int]]:
+    """Indices of samples for each micro-batch of up to `max_tokens` distinct tokens; `placeholder` is that of images.
 
-    Every index occurs exactly once, and the result depends on the lengths only.
+    A group stays together, so that what its members share is computed once; only one that is too large is divided,
+    between members that share least. Best fit, largest first. A sample over `max_tokens` stands alone.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.group, []).append(index)
+    units: list[list[int]] = []
+    for members in groups.values():
+        keys = [_keys(samples[i], placeholder) for i in members]
+        units += [[members[i] for i in unit] for unit in divide(keys, max_tokens)]
+    sizes = [share([_keys(samples[i], placeholder) for i in unit]).n_tokens for unit in units]
+    return [sorted(i for unit in chosen for i in units[unit]) for chosen in fit(sizes, max_tokens)]
+
+
+def fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Indices of what goes together into bins of `room`: best fit, largest first. What is larger stands alone.
+
+    Every index occurs exactly once, and the result depends on the sizes only.
     """
     bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fitting = [b for b, free in enumerate(room) if free >= lengths[index]]
+    left: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        fitting = [b for b, free in enumerate(left) if free >= sizes[index]]
         if fitting:
-            best = min(fitting, key=lambda b: room[b])
+            best = min(fitting, key=lambda b: left[b])
             bins[best].append(index)
-            room[best] -= lengths[index]
+            left[best] -= sizes[index]
         else:
             bins.append([index])
-            room.append(max_tokens - lengths[index])
+            left.append(room - sizes[index])
     return bins
 
 
 def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
-    """Packs samples head to tail, in the given order. Raises ValueError for a sample without trained tokens, or one
-    that begins with a trained token (nothing would predict it).
+    """Packs samples, each shared beginning once; the arrays over N stand in the given order of samples.
+
+    Raises ValueError for a sample without trained tokens, or one that begins with a trained token, which nothing would
+    predict.
     """
-    token_ids: list[int] = []
-    positions, before, targets, owners = [], [], [], []
+    shared = share([_keys(sample, policy.special.image) for sample in samples])
+    token_ids_T = np.zeros(shared.n_tokens, np.int64)
+    positions_3T = np.zeros((3, shared.n_tokens), np.int64)
+    before, targets, owners = [], [], []
     images: dict[str, ImageInput] = {}
     slots: dict[str, int] = {}
-    order: list[int] = []
-    for number, sample in enumerate(samples):
-        ids, at = sample.token_ids, _scored_positions(sample)
-        before.append(at - 1 + len(token_ids))
-        targets.append(np.asarray(ids)[at])
+    seen: dict[int, int] = {}
+    """For each occurrence of an image, by the place of its first token, its index in `images`."""
+    for number, (sample, places) in enumerate(zip(samples, shared.places, strict=True)):
+        ids, at = np.asarray(sample.token_ids), _scored_positions(sample)
+        token_ids_T[places] = ids
+        positions_3T[:, places] = rotary_positions(ids, sample.images, policy.special.image, policy.merge_size)
+        before.append(places[at - 1])
+        targets.append(ids[at])
         owners.append(np.full(len(at), number))
-        positions.append(rotary_positions(ids, sample.images, policy.special.image, policy.merge_size))
-        token_ids += ids
-        for image in sample.images:
+        tokens = places[ids == policy.special.image]
+        firsts = np.cumsum([0, *(image.n_tokens for image in sample.images)])[:-1]
+        for image, first in zip(sample.images, firsts, strict=True):
             images.setdefault(image.image.hash, image)
-            order.append(slots.setdefault(image.image.hash, len(slots)))
+            seen[int(tokens[first])] = slots.setdefault(image.image.hash, len(slots))
     device = policy.device
 
-    def on_device(parts: Sequence[np.ndarray], axis: int = 0) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts, axis)).to(device)
+    def on_device(parts: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
 
     def scores(name: str) -> Tensor | None:
         parts = [getattr(sample.scores, name) for sample in samples]
@@ -103,11 +129,11 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
     proximal_N = scores("proximal_N")
     return MicroBatch(
         sample_ids=tuple(sample.id for sample in samples),
-        token_ids_T=torch.tensor(token_ids, device=device),
-        position_ids_3T=on_device(positions, 1),
-        lengths=tuple(map(len, samples)),
+        token_ids_T=on_device([token_ids_T]),
+        position_ids_3T=on_device([positions_3T]),
+        tree=shared.tree,
         images=tuple(images.values()),
-        image_order=tuple(order),
+        image_order=tuple(seen[place] for place in sorted(seen)),
         before_N=on_device(before),
         target_ids_N=on_device(targets),
         sample_N=on_device(owners),
@@ -128,6 +154,15 @@ def _scored_positions(sample: Sample) -> np.ndarray:
     if not any(scored) or scored[0]:
         raise ValueError(f"sample {sample.id} has no trained token with a context before it")
     return np.flatnonzero(scored)
+
+
+def _keys(sample: Sample, placeholder: int | None) -> np.ndarray:
+    """int64: the sample's tokens, where equal values are equal inputs: placeholders tell which picture they are of."""
+    ids = np.asarray(sample.token_ids, dtype=np.int64)
+    if sample.images:
+        keys = [-1 - int(image.image.hash[:15], 16) for image in sample.images]
+        ids[ids == placeholder] = np.repeat(keys, [image.n_tokens for image in sample.images])
+    return ids
 
 
 def _no_credit(n: int) -> Credit:

@@ -18,7 +18,7 @@ from npu_vlrl.learner.algorithm import Algorithm
 from npu_vlrl.learner.critic import Critic
 from npu_vlrl.learner.loss import policy_loss, reduce_metrics, token_weights
 from npu_vlrl.learner.optimizer import new_optimizer, step_or_skip
-from npu_vlrl.learner.pack import MicroBatch, collate, split
+from npu_vlrl.learner.pack import MicroBatch, collate, plan
 from npu_vlrl.learner.schedule import learning_rate
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
@@ -227,14 +227,14 @@ class Learner:
         return step_or_skip(self.optimizer, self.optim.max_grad_norm, lr, skip)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        bins = split([len(sample) for sample in samples], self.optim.micro_batch_tokens)
-        return [collate([samples[i] for i in sorted(indices)], self.policy) for indices in bins]
+        planned = plan(samples, self.optim.micro_batch_tokens, self.policy.special.image)
+        return [collate([samples[i] for i in indices], self.policy) for indices in planned]
 
     def _hidden(self, batch: MicroBatch, policy: Policy, vision: VisionFeatures) -> Tensor:
         """Hidden states [N, hidden] that predict the scored tokens."""
         features = vision.differentiable(batch.images)
         hidden_TH = policy.hidden_packed(
-            batch.token_ids_T, batch.position_ids_3T, batch.lengths, [features[i] for i in batch.image_order]
+            batch.token_ids_T, batch.position_ids_3T, batch.tree, [features[i] for i in batch.image_order]
         )
         return hidden_TH[batch.before_N]
 

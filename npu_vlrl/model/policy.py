@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.types import SpecialTokens
 
 
@@ -72,17 +72,10 @@ class Policy:
         return [torch.cat(parts, dim=-1) for parts in zip(images, *deep, strict=True)]
 
     def hidden_packed(
-        self, token_ids_T: Tensor, positions_3T: Tensor, lengths: Sequence[int], features: Sequence[Tensor]
+        self, token_ids_T: Tensor, positions_3T: Tensor, tree: Tree, features: Sequence[Tensor]
     ) -> Tensor:
-        """Hidden states [T, hidden] of sequences packed head to tail; attention stays inside each of them."""
-        boundaries = [0, *accumulate(lengths)]
-        varlen = {
-            "cu_seq_lens_q": boundaries,
-            "cu_seq_lens_k": boundaries,
-            "max_length_q": max(lengths),
-            "max_length_k": max(lengths),
-        }
-        return self._forward(token_ids_T[None], positions_3T[:, None], features, None, None, varlen)[0]
+        """Hidden states [T, hidden] of packed sequences; attention stays inside each of them."""
+        return self._forward(token_ids_T[None], positions_3T[:, None], features, None, None, {"tree": tree})[0]
 
     def hidden_cached(
         self,
@@ -105,10 +98,10 @@ class Policy:
         features: Sequence[Tensor],
         mask: Tensor | None,
         cache: DynamicCache | None,
-        varlen: dict,
+        packing: dict[str, Tree],
     ) -> Tensor:
         embeds = self.base.get_input_embeddings()(token_ids_BT)
-        extra = dict(varlen)
+        extra: dict[str, Any] = dict(packing)
         if features:
             hidden = embeds.shape[-1]
             seen = torch.eq(token_ids_BT, self.special.image or -1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.learner.pack import MicroBatch
 from npu_vlrl.learner.trainer import LearnerError
 from npu_vlrl.model.vision import VisionFeatures
@@ -153,12 +154,13 @@ def test_positions_that_count_tokens(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_samples_that_see_each_other(kind: str) -> None:
     scene = Scene(kind)
-    samples = [scene.sample, dataclasses.replace(scene.sample, id="again")]
+    trajectories = scene.stage.play(long_episode(kind)[:1], members=2)
+    samples = export(trajectories, "concat", "best", 1.0, "test")
     engine = engine_logprobs(samples)
     assert largest_gap(learner_logprobs(scene.stage.policy, scene.stage.vision, samples), engine) < TOLERANCE
 
     def one_sequence(batch: MicroBatch) -> MicroBatch:
-        return dataclasses.replace(batch, lengths=(sum(batch.lengths),))
+        return dataclasses.replace(batch, tree=Tree.of_sequences((0, batch.tree.bounds[-1])))
 
     values = learner_logprobs(scene.stage.policy, scene.stage.vision, samples, change=one_sequence)
     assert largest_gap(values, engine) > VISIBLE

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.learner.pack import MicroBatch, collate, split
+from npu_vlrl.learner.pack import MicroBatch, collate, fit, plan
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Image, Sample, Segment, SegmentKind, SpecialTokens
 from tests.support.learning import load, make_learner, plain_model, samples_of, tiny_folder
@@ -27,33 +27,49 @@ def loaded() -> LoadedModel:
     return vision_model()
 
 
-# --- split -----------------------------------------------------------------------------------------------------------
+# --- bins ------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 70))
-def test_split_covers_every_index_once_within_the_budget(lengths: list[int], budget: int) -> None:
-    bins = split(lengths, budget)
-    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+def test_bins_cover_every_index_once_within_the_budget(sizes: list[int], budget: int) -> None:
+    bins = fit(sizes, budget)
+    assert sorted(index for members in bins for index in members) == list(range(len(sizes)))
     for members in bins:
         assert members
-        assert sum(lengths[i] for i in members) <= budget or len(members) == 1
-    assert bins == split(list(lengths), budget)
+        assert sum(sizes[i] for i in members) <= budget or len(members) == 1
+    assert bins == fit(list(sizes), budget)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(30, 70))
-def test_split_leaves_no_two_micro_batches_that_would_fit_into_one(lengths: list[int], budget: int) -> None:
-    sums = sorted(sum(lengths[i] for i in members) for members in split(lengths, budget))
+def test_no_two_bins_would_fit_into_one(sizes: list[int], budget: int) -> None:
+    sums = sorted(sum(sizes[i] for i in members) for members in fit(sizes, budget))
     assert len(sums) == 1 or sums[0] + sums[1] > budget
 
 
-def test_split_by_hand() -> None:
-    # longest first: 9 | 7; 3 fits best beside 7; 1 beside 9; the sample of 12 is over the budget and stands alone
-    assert split([3, 9, 7, 12, 1], 10) == [[3], [1, 4], [2, 0]]
-    assert split([7, 5, 4, 1], 10) == [[0], [1, 2, 3]]  # 1 fits beside 7 too, but exactly beside 5 and 4
-    assert split([5, 5, 5], 10) == [[0, 1], [2]]
-    assert split([], 10) == []
+def test_bins_by_hand() -> None:
+    # largest first: 9 | 7; 3 fits best beside 7; 1 beside 9; what has 12 is over the budget and stands alone
+    assert fit([3, 9, 7, 12, 1], 10) == [[3], [1, 4], [2, 0]]
+    assert fit([7, 5, 4, 1], 10) == [[0], [1, 2, 3]]  # 1 fits beside 7 too, but exactly beside 5 and 4
+    assert fit([5, 5, 5], 10) == [[0, 1], [2]]
+    assert fit([], 10) == []
+
+
+def test_a_group_stays_together_unless_it_is_too_large(loaded: LoadedModel) -> None:
+    samples = [*samples_of(loaded), *(replace(s, id=f"{s.id}+", group=f"{s.group}+") for s in samples_of(loaded))]
+    placeholder = loaded.policy.special.image
+    sizes = {
+        name: collate([s for s in samples if s.group == name], loaded.policy).tree.bounds[-1] for name in ("g0", "g1")
+    }
+    both = plan(samples, sum(sizes.values()), placeholder)
+    assert sorted(map(sorted, both)) == [[0, 1, 6, 7], [2, 3, 4, 5]] or sorted(map(sorted, both)) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    alone = plan(samples, max(sizes.values()), placeholder)
+    assert sorted(map(sorted, alone)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert sorted(map(sorted, plan(samples, 1, placeholder))) == [[i] for i in range(8)]
 
 
 # --- collate ---------------------------------------------------------------------------------------------------------
@@ -62,28 +78,44 @@ def test_split_by_hand() -> None:
 def test_tensors_are_what_the_segments_say(loaded: LoadedModel) -> None:
     samples = samples_of(loaded)
     batch = collate(samples, loaded.policy)
-    ids: list[int] = []
+    seen: list[tuple[object, ...]] = []  # what stands before each place, itself included, in order of the places
     before, targets, owners, behaviour, advantages = [], [], [], [], []
     for number, sample in enumerate(samples):
+        pictures = iter(sample.images)
+        whole: tuple[object, ...] = ()
+        left = 0
         for index, segment in enumerate(sample.segments):
             for place, token in enumerate(segment.token_ids):
                 if index in sample.trained:
-                    before.append(len(ids) - 1)
+                    before.append(whole)
                     targets.append(token)
                     owners.append(number)
                     behaviour.append(segment.logprobs[place])
                     assert sample.credit is not None
                     advantages.append(sample.credit.advantages_N[0])
-                ids.append(token)
+                if token == loaded.policy.special.image and not left:
+                    picture = next(pictures)
+                    left = picture.n_tokens
+                left -= token == loaded.policy.special.image
+                whole = (*whole, picture.image.hash if token == loaded.policy.special.image else token)
+                seen.append(whole)
+    distinct = dict.fromkeys(seen)
+    assert len(batch.token_ids_T) == len(distinct) < len(seen)  # the prompts of a group begin alike
     assert batch.sample_ids == ("g0/0", "g0/1", "g1/2", "g1/3")
-    assert batch.token_ids_T.tolist() == ids and batch.token_ids_T.dtype == torch.int64
-    assert batch.lengths == tuple(len(sample.token_ids) for sample in samples)
-    assert batch.before_N.tolist() == before and batch.target_ids_N.tolist() == targets
+    assert batch.token_ids_T.dtype == torch.int64
+    last_seer, t = batch.tree.last_seer().tolist(), len(batch.token_ids_T)
+    names = [batch.images[i].image.hash for i in batch.image_order]
+    for at, context in zip(batch.before_N.tolist(), before, strict=True):
+        path = [k for k in range(t) if k <= at < last_seer[k]]
+        assert len(path) == len(context)
+        ids = [i if isinstance(i, int) else loaded.policy.special.image for i in context]
+        assert batch.token_ids_T[path].tolist() == ids
+    assert set(names) == {i.image.hash for s in samples for i in s.images}
+    assert batch.target_ids_N.tolist() == targets
     assert batch.sample_N.tolist() == owners
     assert batch.behaviour_N.tolist() == behaviour  # multiples of 1/64: exact in float32
     assert batch.advantages_N.tolist() == advantages
     assert batch.behaviour_N.dtype == batch.advantages_N.dtype == torch.float32
-    assert [batch.token_ids_T[i + 1] for i in batch.before_N] == targets
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
@@ -98,9 +130,13 @@ def test_positions_are_those_of_transformers_for_each_sample(kind: str) -> None:
         kinds = torch.eq(ids, loaded.policy.special.image or -1).int()
         expected.append(core.get_rope_index(ids, kinds, image_grid_thw=grids, attention_mask=torch.ones_like(ids))[0])
     batch = collate(samples, loaded.policy)
-    assert torch.equal(batch.position_ids_3T, torch.cat(expected, dim=2)[:, 0])
-    alone = torch.arange(len(samples[2]))  # the sample without images: all three rows count up from 0
-    assert torch.equal(batch.position_ids_3T[:, sum(batch.lengths[:2]) :][:, : len(alone)], alone.expand(3, -1))
+    for sample, positions in zip(samples, expected, strict=True):
+        alone = collate([sample], loaded.policy)
+        assert torch.equal(alone.position_ids_3T, positions[:, 0])
+    last_seer = batch.tree.last_seer().tolist()
+    for at, owner in zip(batch.before_N.tolist(), batch.sample_N.tolist(), strict=True):
+        path = [k for k in range(at + 1) if at < last_seer[k]]
+        assert torch.equal(batch.position_ids_3T[:, path], expected[owner][:, 0, : len(path)])
 
 
 def shown(sample: Sample) -> list[str]:
@@ -119,9 +155,10 @@ def test_each_occurrence_keeps_its_own_picture_in_any_order(order: list[int]) ->
     assert sorted(len(shown(sample)) for sample in samples) == [0, 1, 1, 3]
     samples = [samples[i] for i in order]
     batch = collate(samples, loaded.policy)
-    assert shown_in(batch) == [name for sample in samples for name in shown(sample)]
+    # both samples of g0 begin with the same picture, which stands there once
+    assert sorted(shown_in(batch)) == sorted(name for s in samples for name in shown(s) if s.id != "g0/1")
     hashes = [image.image.hash for image in batch.images]
-    assert len(hashes) == len(set(hashes)) == 3  # five occurrences of three pictures
+    assert len(hashes) == len(set(hashes)) == 3  # four places of three pictures
 
 
 def score(loaded: LoadedModel, batch: MicroBatch) -> dict[str, list[float]]:
@@ -157,7 +194,7 @@ def test_a_batch_without_images_and_a_text_model() -> None:
         loaded = load(kind)
         batch = collate(samples_of(loaded, with_images=False), loaded.policy)
         assert batch.images == () and batch.image_order == ()
-        assert batch.position_ids_3T.shape == (3, sum(batch.lengths))
+        assert batch.position_ids_3T.shape == (3, batch.tree.bounds[-1])
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

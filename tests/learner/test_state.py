@@ -155,9 +155,7 @@ def live_logits(loaded: LoadedModel, samples: list[Sample]) -> Tensor:
         for sample in samples:
             (batch,) = learner._micro_batches([sample])
             features = learner.vision.fixed([batch.images[i] for i in batch.image_order])
-            hidden.append(
-                loaded.policy.hidden_packed(batch.token_ids_T, batch.position_ids_3T, batch.lengths, features)
-            )
+            hidden.append(loaded.policy.hidden_packed(batch.token_ids_T, batch.position_ids_3T, batch.tree, features))
         return torch.cat(hidden) @ loaded.policy.head_weight.T
 
 

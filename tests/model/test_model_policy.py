@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
 from npu_vlrl.config import LoraConfig
+from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout.kv import BatchCache
@@ -54,7 +56,7 @@ def test_packed(kind: str) -> None:
     hidden = parts[0].policy.hidden_packed(
         torch.tensor([token for part in parts for token in part.ids]),
         torch.cat([part.positions for part in parts], 1),
-        [len(part.ids) for part in parts],
+        Tree.of_sequences([0, *accumulate(len(part.ids) for part in parts)]),
         [features for part in parts for features in part.features],
     )
     torch.testing.assert_close(hidden, torch.cat([part.expected() for part in parts]), **CLOSE)
@@ -120,7 +122,10 @@ def test_features_that_do_not_fit_the_placeholders() -> None:
     part = Prompt("qwen2_5_vl", (60, 90))
     with pytest.raises(ValueError, match="6 image placeholder tokens, but features of 5"):
         part.policy.hidden_packed(
-            torch.tensor(part.ids), part.positions, [len(part.ids)], [features[:-1] for features in part.features]
+            torch.tensor(part.ids),
+            part.positions,
+            Tree.of_sequences([0, len(part.ids)]),
+            [features[:-1] for features in part.features],
         )
 
 
@@ -137,7 +142,7 @@ def test_forbidden_ids_are_placeholders_and_padding(kind: str) -> None:
 def test_the_policy_without_its_adapter_is_the_model_before_it() -> None:
     part = Prompt("qwen3_vl", (60, 90))
     policy = load(tiny_folder("qwen3_vl"), lora=LoraConfig(rank=2)).policy
-    inputs = (torch.tensor(part.ids), part.positions, [len(part.ids)], part.features)
+    inputs = (torch.tensor(part.ids), part.positions, Tree.of_sequences([0, len(part.ids)]), part.features)
     for parameter in policy.trainable().values():
         parameter.fill_(0.1)
     with policy.without_adapter():

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 from npu_vlrl import kernels
 from npu_vlrl.config import LoraConfig, ModelConfig
 from npu_vlrl.kernels import npu
+from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.tiny import write_tiny_model
@@ -64,6 +66,7 @@ class Batch:
         ]
         self.lengths = [len(segment) for segment in self.segments]
         assert len(set(self.lengths)) == 3
+        self.tree = Tree.of_sequences([0, *accumulate(self.lengths)])
         self.vision = VisionFeatures(model.policy, model.processor, 0)
 
     def hidden(self) -> Tensor:
@@ -74,7 +77,7 @@ class Batch:
             for s in self.segments
         ]
         return self.policy.hidden_packed(
-            ids.to(DEVICE), torch.cat(positions, 1).to(DEVICE), self.lengths, self.vision.differentiable(images)
+            ids.to(DEVICE), torch.cat(positions, 1).to(DEVICE), self.tree, self.vision.differentiable(images)
         )
 
     def expected(self, model: Any, folder: Path) -> Tensor:

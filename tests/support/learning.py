@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from npu_vlrl.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimConfig
@@ -248,6 +249,7 @@ def float64_inside() -> Iterator[None]:
     wide = _WideTorch("wide_torch")
     with (
         mock.patch.object(modeling_qwen2_5_vl, "torch", wide),
+        mock.patch.object(modeling_qwen3, "torch", wide),
         mock.patch.object(modeling_qwen3_vl, "torch", wide),
         mock.patch.object(Tensor, "float", keep_wide),
     ):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from npu_vlrl.hardware import select
+from npu_vlrl.kernels.tree import Tree
 
 
 class Model:
@@ -54,7 +55,7 @@ class TinyModel(Model):
     def logprobs(self) -> list[float]:
         ids = torch.arange(10, 26, device=self.policy.device)
         positions = torch.arange(16, device=self.policy.device).expand(3, -1)
-        hidden = self.policy.hidden_packed(ids, positions, [16], [])
+        hidden = self.policy.hidden_packed(ids, positions, Tree.of_sequences((0, 16)), [])
         scores = (hidden[:-1] @ self.policy.head_weight.T).float().log_softmax(-1)
         return scores.gather(1, ids[1:, None])[:, 0].tolist()
 

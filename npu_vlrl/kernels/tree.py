@@ -1,0 +1,106 @@
+"""Attention over sequences that share beginnings: what several begin with stands there once, and each sees it.
+
+The tokens stand in depth-first order. A node is a run of tokens that the same sequences go through; it is seen by
+itself, from each token on, and by all nodes below it. So a token is seen by all from itself to the end of its subtree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A packed attention call: the tokens that ask, the tokens that they ask, and where the sequences of both end."""
+
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    causal: bool
+
+    @property
+    def cu_q(self) -> list[int]:
+        return _cumulative(self.queries)
+
+    @property
+    def cu_k(self) -> list[int]:
+        return _cumulative(self.keys)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Where the nodes of a packed batch stand, roots and all, in depth-first order.
+
+    Example: two sequences of 5 tokens that share their first 3 are `Tree(starts=(0, 3, 5), ends=(7, 5, 7))`.
+    """
+
+    starts: tuple[int, ...]
+    """First token of each node; its tokens reach to the next node's."""
+    ends: tuple[int, ...]
+    """One past the last token of each node's subtree."""
+
+    def __post_init__(self) -> None:
+        assert self.starts and self.starts[0] == 0 and len(self.starts) == len(self.ends)
+        assert all(a < b for a, b in zip(self.starts, self.starts[1:], strict=False)), "a node without tokens"
+
+    @classmethod
+    def of_sequences(cls, cumulative: Sequence[int]) -> Tree:
+        """Sequences that share nothing, by their cumulative lengths."""
+        return cls(tuple(cumulative[:-1]), tuple(cumulative[1:]))
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the nodes begin, and the end: cumulative lengths."""
+        return (*self.starts, max(self.ends))
+
+    @cached_property
+    def shares(self) -> bool:
+        return any(end != bound for end, bound in zip(self.ends, self.bounds[1:], strict=True))
+
+    @cached_property
+    def roots(self) -> tuple[slice, ...]:
+        """The tokens of each whole tree."""
+        found, at = [], 0
+        for start, end in zip(self.starts, self.ends, strict=True):
+            if start == at:
+                found.append(slice(start, end))
+                at = end
+        return tuple(found)
+
+    def last_seer(self, device: torch.device | str = "cpu") -> Tensor:
+        """int64 [T]: one past the last token that sees each token."""
+        lengths = [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
+        ends = torch.tensor(self.ends, device=device)
+        return ends.repeat_interleave(torch.tensor(lengths, device=device), output_size=self.bounds[-1])
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Packed calls whose results together, merged by their log-sum-exp, are the attention.
+
+        In the first each node sees itself. Then, for each depth, what stands below the nodes of that depth sees them.
+        """
+        nodes = tuple(slice(a, b) for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+        found = [Part(nodes, nodes, causal=True)]
+        by_depth: dict[int, list[int]] = {}
+        above: list[int] = []
+        for index, start in enumerate(self.starts):
+            while above and self.ends[above[-1]] <= start:
+                above.pop()
+            if self.ends[index] > nodes[index].stop:
+                by_depth.setdefault(len(above), []).append(index)
+            above.append(index)
+        for _, members in sorted(by_depth.items()):
+            below = tuple(slice(nodes[i].stop, self.ends[i]) for i in members)
+            found.append(Part(below, tuple(nodes[i] for i in members), causal=False))
+        return tuple(found)
+
+
+def _cumulative(slices: Sequence[slice]) -> list[int]:
+    ends = [0]
+    for one in slices:
+        ends.append(ends[-1] + one.stop - one.start)
+    return ends

@@ -1,0 +1,82 @@
+"""Which tokens sequences share: each beginning is kept once, however many sequences have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from npu_vlrl.kernels.tree import Tree
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Sequences laid over each other. T counts the tokens that are left."""
+
+    places: tuple[np.ndarray, ...]
+    """int64: for each sequence, where in T each of its tokens stands."""
+    tree: Tree
+
+    @property
+    def n_tokens(self) -> int:
+        return self.tree.bounds[-1]
+
+
+def divide(sequences: Sequence[np.ndarray], max_tokens: int) -> list[list[int]]:
+    """Indices of sequences that together have up to `max_tokens` distinct tokens, cut where they share least to the eye
+    of one pass in sorted order. One with more tokens stands alone.
+    """
+    parts: list[list[int]] = []
+    size, before = 0, np.zeros(0, np.int64)
+    for index in sorted(range(len(sequences)), key=lambda i: (_sortable(sequences[i]), i)):
+        ids = sequences[index]
+        added = len(ids) - common(before, ids)
+        if parts and size + added <= max_tokens:
+            parts[-1].append(index)
+            size += added
+        else:
+            parts.append([index])
+            size = len(ids)
+        before = ids
+    return parts
+
+
+def share(sequences: Sequence[np.ndarray]) -> Shared:
+    """Lays sequences over each other. Equal values at the front are the same token: a picture's placeholders must
+    differ from those of another picture.
+
+    Every sequence needs at least one token. The result does not depend on anything but the sequences and their order.
+    """
+    order = sorted(range(len(sequences)), key=lambda i: (_sortable(sequences[i]), i))
+    places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(sequences)
+    starts: set[int] = set()
+    last_seer = np.zeros(sum(map(len, sequences)), np.int64)
+    total = 0
+    before = path = np.zeros(0, np.int64)
+    for index in order:
+        ids = sequences[index]
+        same = common(before, ids)
+        own = np.arange(total, total + len(ids) - same)
+        if len(own):
+            starts.add(total)
+        if 0 < same < len(path) and path[same] == path[same - 1] + 1:
+            starts.add(int(path[same]))  # the run divides here
+        path = np.concatenate([path[:same], own])
+        total += len(own)
+        last_seer[path] = total
+        places[index], before = path, ids
+    firsts = tuple(sorted(starts))
+    return Shared(tuple(places), Tree(firsts, tuple(last_seer[list(firsts)].tolist())))
+
+
+def common(first: np.ndarray, second: np.ndarray) -> int:
+    """How many leading values are equal."""
+    n = min(len(first), len(second))
+    different = np.flatnonzero(first[:n] != second[:n])
+    return int(different[0]) if len(different) else n
+
+
+def _sortable(values: np.ndarray) -> bytes:
+    """Sequences with a common beginning sort next to each other."""
+    return np.ascontiguousarray(values, dtype=">i8").tobytes()
