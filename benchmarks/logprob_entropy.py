@@ -1,11 +1,13 @@
-"""Times log-probability and entropy on a CUDA device: the Triton kernel, the chunked reference, and all logits at once.
+"""Times log-probability and entropy: the chunked reference, all logits at once, the Triton kernel if it is there.
 
     python -m benchmarks.logprob_entropy [--rows 2048] [--ids 151936] [--width 2048] [--dtype bfloat16]
         [--tiles ROWS,IDS,WIDTH,num_warps,num_stages]...
 
+Runs on the device that `NPU_VLRL_PLATFORM` names, else on the first that is usable; a CPU wants smaller sizes.
+
 Prints JSON: milliseconds and peak memory of a forward pass and of forward and backward, the share of the rate that one
-large product reaches in the same run, and how far the results are from the reference's. `--tiles` adds rows with other
-tile sizes of the Triton kernel.
+large product reaches in the same run, and how far the results are from the reference's. A CPU has no peak memory.
+`--tiles` adds rows with other tile sizes of the Triton kernel.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -21,9 +24,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from npu_vlrl.hardware import Platform, select
 from npu_vlrl.kernels import reference, triton_logprob
 
 Op = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+TRITON = {"cuda": "nvidia", "npu": "ascend"}
+"""What Triton calls its backend, by platform."""
 
 
 def all_at_once(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,27 +38,40 @@ def all_at_once(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1)
 
 
-def milliseconds(function: Callable[[], object], repeats: int = 10) -> float:
-    """The median of single runs, after three to warm up."""
+def milliseconds(function: Callable[[], object], platform: Platform, repeats: int = 10) -> float:
+    """The median of single runs, after three to warm up; on the host's clock, until the device is done."""
     times = []
     for run in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        platform.synchronize()
+        began = time.perf_counter()
         function()
-        end.record()
-        torch.cuda.synchronize()
+        platform.synchronize()
         if run >= 3:
-            times.append(start.elapsed_time(end))
+            times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)
 
 
-def rate_of_a_product(dtype: torch.dtype, size: int = 8192) -> float:
+def rate_of_a_product(dtype: torch.dtype, platform: Platform) -> float:
     """Multiplications and additions a second."""
-    square = torch.randn(size, size, device="cuda", dtype=dtype)
-    return 2 * size**3 / (milliseconds(lambda: square @ square) / 1e3)
+    size = 1024 if platform.memory() is None else 8192
+    square = torch.randn(size, size, device=platform.device(), dtype=dtype)
+    return 2 * size**3 / (milliseconds(lambda: square @ square, platform) / 1e3)
 
 
-def measure(op: Op, inputs: tuple[Tensor, Tensor, Tensor], rate: float) -> tuple[dict[str, Any], list[Tensor]]:
+def peak_mib(function: Callable[[], object], platform: Platform) -> int:
+    """What a call takes on top of what is there, on a device with memory of its own."""
+    memory = torch.get_device_module(platform.device())  # torch.cuda, torch.npu: the same names
+    platform.synchronize()
+    memory.reset_peak_memory_stats()
+    before = memory.memory_allocated()
+    function()
+    platform.synchronize()
+    return round((memory.max_memory_allocated() - before) / 2**20)
+
+
+def measure(
+    op: Op, inputs: tuple[Tensor, Tensor, Tensor], rate: float, platform: Platform
+) -> tuple[dict[str, Any], list[Tensor]]:
     """The numbers, and the outputs and gradients. `rate`: as of `rate_of_a_product`."""
 
     def forward() -> None:
@@ -59,20 +79,17 @@ def measure(op: Op, inputs: tuple[Tensor, Tensor, Tensor], rate: float) -> tuple
             op(*inputs)
 
     def both() -> list[Tensor]:
-        outputs = op(*inputs)
-        return [*outputs, *torch.autograd.grad(outputs[0].sum() + 0.1 * outputs[1].sum(), inputs[:2])]
+        logprobs, entropy = op(*inputs)
+        gradients = torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), inputs[:2])
+        return [logprobs.detach(), entropy.detach(), *gradients]
 
     flops = 2 * len(inputs[0]) * inputs[1].numel()
     found: dict[str, Any] = {}
     for name, function, products in (("forward", forward, 1), ("forward_backward", both, 3)):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        function()
-        torch.cuda.synchronize()
-        found[f"{name}_peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
-        found[f"{name}_ms"] = round(time := milliseconds(function), 3)
-        found[f"{name}_share_of_limit"] = round(products * flops / rate / (time / 1e3), 3)
+        if platform.memory() is not None:
+            found[f"{name}_peak_mib"] = peak_mib(function, platform)
+        found[f"{name}_ms"] = round(taken := milliseconds(function, platform), 3)
+        found[f"{name}_share_of_limit"] = round(products * flops / rate / (taken / 1e3), 3)
     return found, both()
 
 
@@ -88,30 +105,33 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--tiles", action="append", default=[], metavar="ROWS,IDS,WIDTH,WARPS,STAGES")
     options = parser.parse_args(arguments)
-    dtype = getattr(torch, options.dtype)
+    platform = select()
+    with_triton = platform.name in TRITON and triton_logprob.available(TRITON[platform.name])
+    if options.tiles and not with_triton:
+        parser.error(f"--tiles: there is no Triton for the platform {platform.name} here")
+    dtype, device = getattr(torch, options.dtype), platform.device()
     torch.manual_seed(0)
-    hidden = torch.randn(options.rows, options.width, device="cuda", dtype=dtype).requires_grad_()
-    weight = (torch.randn(options.ids, options.width, device="cuda", dtype=dtype) * 0.05).requires_grad_()
-    inputs = hidden, weight, torch.randint(options.ids, (options.rows,), device="cuda")
-    rate = rate_of_a_product(dtype)
+    hidden = torch.randn(options.rows, options.width, device=device, dtype=dtype).requires_grad_()
+    weight = (torch.randn(options.ids, options.width, device=device, dtype=dtype) * 0.05).requires_grad_()
+    inputs = hidden, weight, torch.randint(options.ids, (options.rows,), device=device)
+    rate = rate_of_a_product(dtype, platform)
     table: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
+        "device": platform.device_name(),
         "torch": torch.__version__,
         **{name: getattr(options, name) for name in ("rows", "ids", "width", "dtype")},
-        "limit_tflops": round(rate / 1e12, 1),
+        "limit_tflops": round(rate / 1e12, 3),
     }
-    table["reference"], wanted = measure(reference.logprob_entropy, inputs, rate)
-    kinds: list[tuple[str, Op, triton_logprob.Tiles | None]] = [
-        ("all_at_once", all_at_once, None),
-        ("triton", triton_logprob.logprob_entropy, None),
-    ]
+    table["reference"], wanted = measure(reference.logprob_entropy, inputs, rate, platform)
+    kinds: list[tuple[str, Op, triton_logprob.Tiles | None]] = [("all_at_once", all_at_once, None)]
+    if with_triton:
+        kinds.append(("triton", triton_logprob.logprob_entropy, None))
     for text in options.tiles:
         rows, ids, width, warps, stages = map(int, text.split(","))
-        tiles = triton_logprob.Tiles(rows, ids, width, {"num_warps": warps, "num_stages": stages})
-        kinds.append((f"triton {text}", triton_logprob.logprob_entropy, tiles))
+        chosen = triton_logprob.Tiles(rows, ids, width, {"num_warps": warps, "num_stages": stages})
+        kinds.append((f"triton {text}", triton_logprob.logprob_entropy, chosen))
     for name, op, tiles in kinds:
         with patch.object(triton_logprob, "tiles_for", (lambda *_, t=tiles: t) if tiles else triton_logprob.tiles_for):
-            table[name], found = measure(op, inputs, rate)
+            table[name], found = measure(op, inputs, rate, platform)
         table[name]["largest_difference"] = [
             float((a - b).abs().max()) for a, b in zip(found[:2], wanted, strict=False)
         ]

@@ -31,7 +31,7 @@ from npu_vlrl.workflow.environments import game_environments
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.rewards import make_judge
-from npu_vlrl.workflow.tools import Toolbox
+from npu_vlrl.workflow.tools import Toolbox, on_scale
 from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
 
 EVALUATION_SEED = 1_000_003
@@ -68,8 +68,8 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     algorithm = resolve(config.algorithm)
     if algorithm.advantage == "gigpo" and not config.environment.is_game:
         raise ConfigError(
-            "algorithm.advantage=gigpo compares states, and environment.name=visual_qa does not name them; choose a game "
-            "or another algorithm.preset"
+            "algorithm.advantage=gigpo compares states, and environment.name=visual_qa does not name them; choose a "
+            "game or another algorithm.preset"
         )
     rollout, evaluation = config.rollout, config.evaluation
     setting = make_setting(config, cleanup)
@@ -88,8 +88,11 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         engine = InProcessEngine(loaded.policy, vision)
     else:
         engine = remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
+    schemas, processor = setting.schemas, loaded.processor
+    if processor is not None and processor.position_scale is not None:
+        schemas = [on_scale(schema, processor.position_scale) for schema in schemas]
     workflow = VisionMultiTurnAgenticWorkflow(
-        config.workflow, renderer, lambda: setting.new_environment(loaded.processor), setting.schemas
+        config.workflow, renderer, lambda: setting.new_environment(processor), schemas
     )
     return Parts(
         platform,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import io
 import shutil
 import sys
@@ -22,7 +21,7 @@ import yaml
 from npu_vlrl.build import make_setting, task_source
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.data.processor import ImageProcessor
-from npu_vlrl.model.load import model_folder
+from npu_vlrl.model.load import load_processor, model_folder
 from npu_vlrl.report.console import printable
 from npu_vlrl.types import (
     Environment,
@@ -261,11 +260,4 @@ def _processor(config: Config, cleanup: ExitStack) -> ImageProcessor | None:
     if not config.workflow.tools:
         return None
     scratch = Path(cleanup.enter_context(TemporaryDirectory()))
-    folder = model_folder(config.model.path, scratch, config.train.seed)
-    limits = {"min_pixels": config.model.min_pixels, "max_pixels": config.model.max_pixels}
-    given: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
-    try:
-        processor = ImageProcessor.from_folder(folder)
-        return processor and dataclasses.replace(processor, **given)
-    except ValueError as error:
-        raise ConfigError(f"model: {error}") from error
+    return load_processor(config.model, model_folder(config.model.path, scratch, config.train.seed))

@@ -50,6 +50,8 @@ class ImageProcessor:
     rescale: float = 1 / 255
     resample: int = 3
     """A Pillow filter; 3 is bicubic."""
+    position_scale: int | None = None
+    """What the model writes for the right and the lower border of any picture; None: pixels of the resized picture."""
     cache_bytes: int = 256 << 20
     """Bytes of encoded pictures that are kept, least recently used out first; 0 keeps none."""
     _cache: OrderedDict[str, torch.Tensor] = field(default_factory=OrderedDict, init=False, repr=False, compare=False)

@@ -62,6 +62,10 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
         if name in given:
             raise ConfigError(f"algorithm.{name}: the estimator {settings['advantage']} has no such setting; remove it")
         settings[name] = None
+    if settings["loss"] == "decoupled_ppo" and config.correction != "off":
+        raise ConfigError("algorithm.correction: decoupled_ppo has a correction of its own; set it to off")
+    if config.correction == "icepop" and config.correction_low >= config.correction_high:
+        raise ConfigError("algorithm.correction_low: must be below algorithm.correction_high")
     return Algorithm(**settings)
 
 

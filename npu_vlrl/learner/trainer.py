@@ -16,7 +16,7 @@ from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
 from npu_vlrl.kernels.table import op
 from npu_vlrl.learner.algorithm import Algorithm
 from npu_vlrl.learner.critic import Critic
-from npu_vlrl.learner.loss import policy_loss, reduce_metrics, token_weights
+from npu_vlrl.learner.loss import policy_loss, reduce_metrics, reduce_value_metrics, token_weights
 from npu_vlrl.learner.optimizer import new_optimizer, step_or_skip
 from npu_vlrl.learner.pack import MicroBatch, collate, plan
 from npu_vlrl.learner.schedule import learning_rate
@@ -113,7 +113,7 @@ class Learner:
                 critic += new_critic
                 extra["skipped_updates"] += None in norms.values()
                 extra |= {name: math.nan if norm is None else norm for name, norm in norms.items()}
-        extra |= {f"critic/{name}": value for name, value in reduce_metrics(critic).items() if critic}
+        extra |= {f"critic/{name}": value for name, value in reduce_value_metrics(critic).items() if critic}
         extra["lr"] = self.optimizer.param_groups[0]["lr"]
         return reduce_metrics(metrics) | extra
 

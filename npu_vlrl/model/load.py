@@ -33,6 +33,9 @@ from npu_vlrl.model.tokens import special_tokens
 
 VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
 TEXT_MODELS = ("qwen2", "qwen3")
+POSITION_SCALES = {"qwen3_vl": 1000}
+"""Qwen2.5-VL writes pixels; Qwen3-VL was trained on relative positions from 0 to 1000 (its grounding cookbook)."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -72,8 +75,8 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
     with _explained(f"model.path: cannot read {folder}"):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         _read_chat_template(tokenizer, folder)
-        processor = ImageProcessor.from_folder(folder)
     is_vision_model = model.config.model_type in VISION_MODELS
+    processor = load_processor(config, folder) if is_vision_model else None
     if is_vision_model and processor is None:
         raise ConfigError(
             f"model.path: {folder} holds a vision-language model but no preprocessor_config.json; add its publisher's"
@@ -82,7 +85,11 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
     if processor is not None:
         limits: dict[str, Any] = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
         with _explained("model.min_pixels and model.max_pixels, with those of the folder where one is not set"):
-            processor = dataclasses.replace(processor, **{k: v for k, v in limits.items() if v is not None})
+            processor = dataclasses.replace(
+                processor,
+                position_scale=POSITION_SCALES.get(model.config.model_type),
+                **{k: v for k, v in limits.items() if v is not None},
+            )
     if config.freeze_vision and is_vision_model:
         model.model.visual.requires_grad_(False)
     if config.lora is not None:
@@ -93,6 +100,15 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
     with _explained("model.path"):
         special = special_tokens(tokenizer, with_images=is_vision_model, owner=str(folder))
     return LoadedModel(Policy(model, special, len(tokenizer), merge), tokenizer, processor, folder)
+
+
+def load_processor(config: ModelConfig, folder: Path) -> ImageProcessor | None:
+    """A folder's image processor within the configured limits; None for a folder without one. Raises ConfigError."""
+    with _explained(f"model.path: cannot read {folder}"):
+        processor = ImageProcessor.from_folder(folder)
+    limits: dict[str, Any] = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
+    with _explained("model.min_pixels and model.max_pixels, with those of the folder where one is not set"):
+        return processor and dataclasses.replace(processor, **{k: v for k, v in limits.items() if v is not None})
 
 
 def replace_weights(policy: Policy, folder: Path) -> None:

@@ -143,3 +143,15 @@ def test_a_reward_that_is_not_finite_names_the_sample(reward: float) -> None:
     broken = replace(sample("a/1", "a", 0.0), reward=reward)
     with pytest.raises(ValueError, match="sample a/1 has the reward (nan|inf|-inf)"):
         assign_advantages([sample("a/0", "a", 1.0), broken], resolve(AlgorithmConfig()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "decoupled_ppo", "correction": "tis"}, "algorithm.correction: decoupled_ppo has a correction of its"),
+        ({"correction": "icepop", "correction_low": 2.0}, "algorithm.correction_low: must be below"),
+    ],
+)
+def test_corrections_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(AlgorithmConfig(**settings))

@@ -106,9 +106,10 @@ def test_kl_and_entropy_are_not_corrected() -> None:
 
 
 def test_a_bound_itself_is_inside() -> None:
-    found = run("ppo", "icepop", correction_low=0.25, correction_high=math.exp(PROXIMAL[3] - ENGINE[3]))
-    assert found[2]["correction_masked"] == 0
-    assert run("ppo", "icepop", correction_low=0.26, correction_high=4.1)[2]["correction_masked"] == 1 / 4
+    low, high = (f64(PROXIMAL) - f64(ENGINE)).exp()[[1, 3]].tolist()
+    assert run("ppo", "icepop", correction_low=low, correction_high=high)[2]["correction_masked"] == 0
+    assert run("ppo", "icepop", correction_low=low * 1.001, correction_high=high)[2]["correction_masked"] == 1 / 4
+    assert run("ppo", "icepop", correction_low=low, correction_high=high * 0.999)[2]["correction_masked"] == 1 / 4
 
 
 def test_the_weight_of_equal_policies_is_one() -> None:
@@ -203,7 +204,7 @@ def test_what_is_refused_and_what_to_do_about_it() -> None:
     for settings in ({"correction": "tis"}, {"correction": "icepop"}, {"loss": "decoupled_ppo"}):
         refused(r"needs the learner's logprobs from before the first update .* score the samples first", **settings)
     own = {"proximal_N": torch.zeros(1)}
-    refused(r"decoupled_ppo has a correction of its own; set algorithm.correction: off", loss="decoupled_ppo",
-            correction="tis", **own)  # fmt: skip
+    twice = {"loss": "decoupled_ppo", "correction": "tis", **own}
+    refused(r"decoupled_ppo has a correction of its own; set algorithm.correction: off", **twice)
     refused(r"unknown kind 'mask'; choose one of off, tis, icepop", correction="mask", **own)
     refused(r"unknown loss 'a2c'; choose one of ppo, decoupled_ppo, gspo, cispo, reinforce", loss="a2c")

@@ -122,6 +122,16 @@ def test_the_anchor_is_the_proximal_policy_where_there_is_one(kind: LossKind) ->
     assert found == pytest.approx([1.1, 0.5])
 
 
+def test_each_bound_counts_the_tokens_that_it_stops() -> None:
+    """Ratios 5 and 0.1, each with an advantage above, below and at zero."""
+    logs = [math.log(5)] * 3 + [math.log(0.1)] * 3
+    tokens = Tokens(f64(logs), f64([0.0] * 6), f64([1.0, -1.0, 0.0] * 2))
+    _, metrics = LOSSES["ppo"](tokens, Bounds(0.2, 0.28, 3.0))
+    assert [int(metrics[f"{name}_sum"]) for name in ("clip_low", "clip_high", "dual_clip")] == [1, 1, 1]
+    _, metrics = LOSSES["cispo"](tokens, Bounds(0.2, 0.28, 3.0))
+    assert [int(metrics[f"{name}_sum"]) for name in ("clip_low", "clip_high", "dual_clip")] == [3, 3, 0]
+
+
 # --- gspo ------------------------------------------------------------------------------------------------------------
 
 

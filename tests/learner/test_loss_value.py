@@ -60,7 +60,8 @@ def test_value_loss_equals_numpy(states: list[tuple[float, ...]], bound: float |
         near = plain if bound is None else (np.clip(v, o - bound, o + bound) - r) ** 2
         total += w * 0.5 * max(plain, near)
         clipped += near > plain
-    found, metrics = value_loss(*(torch.from_numpy(x) for x in (value, old, target, weight)), bound)
+    v, o, r, w = (torch.from_numpy(column) for column in (value, old, target, weight))
+    found, metrics = value_loss(v, o, r, w, bound)
     assert found.item() == pytest.approx(total, abs=1e-12)
     reduced = reduce_value_metrics([metrics])
     assert reduced["value"] == pytest.approx(value.mean(), abs=1e-12)

@@ -33,6 +33,7 @@ torch.set_num_threads(1)
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
 LOSSES = ("ppo", "gspo")
+ALL_LOSSES = (*LOSSES, "decoupled_ppo", "cispo", "reinforce")
 CONSTANT = 16.0
 
 
@@ -68,7 +69,7 @@ def test_micro_batches_change_nothing_in_float64() -> None:
     loaded = load()
     loaded.policy.model.double()
     with float64_inside():
-        for style, mode, loss in itertools.product(("concat", "individual"), MODES, LOSSES):
+        for style, mode, loss in itertools.product(("concat", "individual"), MODES, ALL_LOSSES):
             samples = samples_of(loaded, style)  # type: ignore[arg-type]
             whole, alone = (probe(loaded, mode, loss, budget, kl_coef=0.1) for budget in (10_000, 1))
             assert distance(alone.measure(samples), whole.measure(samples)) < 1e-10

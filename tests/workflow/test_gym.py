@@ -30,16 +30,16 @@ class Corridor(gymnasium.Env[np.ndarray, int]):
     closed = 0
     resets = 0
 
-    def __init__(self, render_mode: str | None = None, reward: float = 1.0, **broken: Any) -> None:
-        self.render_mode, self.reward, self.broken = render_mode, reward, broken
-        self.action_space = broken.get("actions", Discrete(2, start=LEFT))
-        self.observation_space = broken.get("observations", Box(0, 255, (8, 20, 3), np.uint8))
+    def __init__(self, render_mode: str | None = None, reward: float = 1.0, **changed: Any) -> None:
+        self.render_mode, self.reward, self.changed = render_mode, reward, changed
+        self.action_space = changed.get("actions", Discrete(2, start=LEFT))
+        self.observation_space = changed.get("observations", Box(0, 255, (8, 20, 3), np.uint8))
         self.buffer = np.zeros((8, 20, 3), np.uint8)
 
     def observed(self) -> np.ndarray:
         self.buffer[:] = 0  # the same array each time, as many environments do
         self.buffer[:, 4 * self.cell : 4 * self.cell + 4] = 255
-        return self.broken.get("picture", self.buffer)
+        return self.changed.get("picture", self.buffer)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
@@ -48,11 +48,12 @@ class Corridor(gymnasium.Env[np.ndarray, int]):
         return self.observed(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        if self.broken.get("raises"):
+        if self.changed.get("raises"):
             raise KeyError("lost")
         self.cell += {LEFT: -1, RIGHT: 1}[action]
         end = self.cell in (0, 4)
-        return self.observed(), self.reward * (self.cell == 4), end, False, {}
+        reward = self.reward * (self.cell == 4)
+        return self.observed(), self.changed.get("every", reward), end, False, {}
 
     def render(self) -> np.ndarray:
         return 255 - self.observed()
@@ -132,6 +133,16 @@ def test_solved_is_a_return_in_an_episode_that_terminated() -> None:
     assert not moves[-1].solved
     start_at(made, 1)
     assert not made.act("Right").over
+
+
+def test_the_return_is_of_one_whole_episode() -> None:
+    """Every step earns 1 here."""
+    made = started_at(1, solved_reward=3.0, arguments={"every": 1.0})
+    moves = [made.act("Right") for _ in range(3)]
+    assert [(move.solved, move.over) for move in moves] == [(False, False)] * 2 + [(True, True)]
+    start_at(made, 3)
+    move = made.act("Right")
+    assert (move.solved, move.over) == (False, True)  # what the episode before earned is gone
 
 
 def test_max_steps_is_counted_anew_in_every_episode() -> None:

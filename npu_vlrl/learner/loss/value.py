@@ -48,7 +48,7 @@ def reduce_value_metrics(parts: Iterable[Metrics]) -> dict[str, float]:
     `tokens`; and `explained_variance` = 1 - Var(R - v) / Var(R), 0 where the returns do not vary.
     """
     means = reduce_metrics(parts)
-    if means["tokens"]:
+    if "return_square" in means:  # there was a micro-batch
         square, error_square = means.pop("return_square"), means.pop("error_square")
         bias = means["return"] - means["value"]
         variance = square - means["return"] ** 2

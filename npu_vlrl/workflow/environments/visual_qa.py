@@ -26,8 +26,9 @@ from npu_vlrl.workflow.tools.hermes import ParsedCalls, parse_tool_calls
 class VisualQA:
     """See `types.Environment`.
 
-    Tools take positions in the pixels that `processor` makes of a picture; without one (a text-only model), in those of
-    the picture itself. The judge scores what is no tool call, and `retry_when` selects the answers that are retried.
+    Tools take positions in the pixels that `processor` makes of a picture, or on the scale that it names; without one
+    (a text-only model), in the pixels of the picture itself. The judge scores what is no tool call, and `retry_when`
+    selects the answers that are retried.
     """
 
     def __init__(
@@ -95,4 +96,5 @@ class VisualQA:
 def seen_frame(processor: ImageProcessor, image: Image) -> Frame:
     """How a picture looks to the model of `processor`."""
     _, rows, columns = processor.describe(image).grid
-    return Frame(image.size, padded(*image.size), (columns * processor.patch_size, rows * processor.patch_size))
+    seen = (columns * processor.patch_size, rows * processor.patch_size)
+    return Frame(image.size, padded(*image.size), seen, processor.position_scale)

@@ -7,6 +7,7 @@ take bounded time and run in place; users' own run in worker processes with a de
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from npu_vlrl.workflow.tools.user import UserTool
 from npu_vlrl.workflow.tools.zoom import zoom
 from npu_vlrl.workflow.workers import check_limits, is_spec
 
-__all__ = ["TOOLS", "Frame", "ParsedCalls", "ToolContext", "ToolError", "Toolbox", "parse_tool_calls"]
+__all__ = ["TOOLS", "Frame", "ParsedCalls", "ToolContext", "ToolError", "Toolbox", "on_scale", "parse_tool_calls"]
 
 TOOLS: dict[str, ToolFunction] = {
     "rotate": rotate,
@@ -81,9 +82,9 @@ class Toolbox:
             self.close()
             raise
 
-    def schemas(self, scale: int | None = None) -> list[dict[str, Any]]:
-        """OpenAI function schemas, for the chat template of a model with that scale of positions (see `Frame`)."""
-        return [on_scale(tool.schema, scale) for tool in self._tools.values()]
+    def schemas(self) -> list[dict[str, Any]]:
+        """OpenAI function schemas, for the chat template."""
+        return [copy.deepcopy(tool.schema) for tool in self._tools.values()]
 
     def run(self, call: ToolCall, ctx: ToolContext) -> ToolResult:
         """Runs a call that a model wrote; usable from any thread. What goes wrong is told to the model as an error.

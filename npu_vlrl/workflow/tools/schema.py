@@ -54,14 +54,13 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def on_scale(schema: dict[str, Any], scale: int | None) -> dict[str, Any]:
-    """A copy of a tool's schema for a model whose positions run from 0 to `scale`; None means `PIXELS`."""
-    copied = copy.deepcopy(schema)
-    if scale is not None:
-        said = f"from 0 to {scale} over the width and height of the image"
-        for parameter in copied["function"]["parameters"]["properties"].values():
-            if "description" in parameter:
-                parameter["description"] = parameter["description"].replace(PIXELS, said)
+def on_scale(schema: Mapping[str, Any], scale: int) -> dict[str, Any]:
+    """A copy of a tool's schema for a model whose positions run from 0 to `scale` instead of `PIXELS`."""
+    copied = copy.deepcopy(dict(schema))
+    said = f"from 0 to {scale} over the width and height of the image"
+    for parameter in copied["function"]["parameters"]["properties"].values():
+        if "description" in parameter:
+            parameter["description"] = parameter["description"].replace(PIXELS, said)
     return copied
 
 
