@@ -58,8 +58,8 @@ def attention_forward(
     """transformers' attention interface. Returns ([B, T, H, D], None).
 
     With `tree` (B = 1): packed sequences that share beginnings. With `cu_seq_lens_q` and `cu_seq_lens_k` (B = 1):
-    packed sequences. With a boolean mask [B, 1, T, S] (True = may look): that mask. Raises ValueError for anything else, since
-    a guess would let sequences see each other.
+    packed sequences. With a boolean mask [B, 1, T, S] (True = may look): that mask. Raises ValueError for anything
+    else, since a guess would let sequences see each other.
     """
     if dropout or sliding_window is not None:
         raise ValueError("npu_vlrl attention has no dropout and no sliding window; set both off in the model's config")

@@ -18,9 +18,8 @@ from torch import Tensor
 from npu_vlrl.kernels import mindspeed, reference, triton_logprob
 from npu_vlrl.kernels.once import OncePerTensor
 from npu_vlrl.kernels.table import register
-
-MOST_SEQUENCES = 2048
-"""That one packed call takes. Windows of a few large images are more."""
+from npu_vlrl.kernels.tree import MOST_SEQUENCES, Tree
+from npu_vlrl.kernels.tree_parts import tree_attention as by_parts
 
 SEE_MASK, SEE_PAST = 1, 3
 """Sparse modes: the mask that is given, and causal, aligned at the end."""
@@ -64,6 +63,60 @@ def varlen_attention(
         for call in packing.calls
     ]
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0] if outputs else q
+
+
+@register("tree_attention", "npu")
+def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scale: float) -> Tensor:
+    """As `reference.tree_attention`: packed calls (TND), merged and differentiated with common statistics."""
+    if not tree.shares:
+        return varlen_attention(q_HTD, k_KSD, v_KSD, tree.bounds, tree.bounds, True, scale)
+    return by_parts(q_HTD, k_KSD, v_KSD, tree, scale, _Packed())
+
+
+class _Packed:
+    """See `tree_parts.Fused`. The operator stores a maximum and a sum, each eight times."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_q: list[int], cu_k: list[int], causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        options = self._options(q, cu_q, cu_k, causal)
+        out, largest, total = torch.ops.npu.npu_fusion_attention(q, k, v, q.shape[1], "TND", scale=scale, **options)[:3]
+        return out, largest[..., 0] + total[..., 0].log()
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_q: list[int],
+        cu_k: list[int],
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """exp(score - maximum) / sum is what it was with the log-sum-exp as maximum and 1 as sum."""
+        largest = lse[..., None].expand(-1, -1, 8).contiguous()
+        found = torch.ops.npu.npu_fusion_attention_grad(
+            q,
+            k,
+            v,
+            grad.contiguous(),
+            q.shape[1],
+            "TND",
+            softmax_max=largest,
+            softmax_sum=torch.ones_like(largest),
+            attention_in=out,
+            scale_value=scale,
+            **self._options(q, cu_q, cu_k, causal),
+        )
+        return found[0], found[1], found[2]
+
+    @staticmethod
+    def _options(q: Tensor, cu_q: list[int], cu_k: list[int], causal: bool) -> dict[str, Any]:
+        mask = {"atten_mask": _future(q.device), "sparse_mode": SEE_PAST} if causal else {}
+        return {"actual_seq_qlen": cu_q[1:], "actual_seq_kvlen": cu_k[1:], "softmax_layout": "TND", **mask}
 
 
 @register("masked_attention", "npu")

@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+MOST_SEQUENCES = 2048
+"""That one packed call of an NPU's operator takes."""
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -22,11 +28,11 @@ class Part:
     keys: tuple[slice, ...]
     causal: bool
 
-    @property
+    @cached_property
     def cu_q(self) -> list[int]:
         return _cumulative(self.queries)
 
-    @property
+    @cached_property
     def cu_k(self) -> list[int]:
         return _cumulative(self.keys)
 
@@ -81,10 +87,11 @@ class Tree:
     def parts(self) -> tuple[Part, ...]:
         """Packed calls whose results together, merged by their log-sum-exp, are the attention.
 
-        In the first each node sees itself. Then, for each depth, what stands below the nodes of that depth sees them.
+        First each node sees itself. Then, for each depth, what stands below the nodes of that depth sees them. No call
+        has more than `MOST_SEQUENCES`.
         """
         nodes = tuple(slice(a, b) for a, b in zip(self.bounds, self.bounds[1:], strict=False))
-        found = [Part(nodes, nodes, causal=True)]
+        found = [Part(some, some, causal=True) for some in _batched(nodes)]
         by_depth: dict[int, list[int]] = {}
         above: list[int] = []
         for index, start in enumerate(self.starts):
@@ -94,9 +101,14 @@ class Tree:
                 by_depth.setdefault(len(above), []).append(index)
             above.append(index)
         for _, members in sorted(by_depth.items()):
-            below = tuple(slice(nodes[i].stop, self.ends[i]) for i in members)
-            found.append(Part(below, tuple(nodes[i] for i in members), causal=False))
+            for some in _batched(members):
+                below = tuple(slice(nodes[i].stop, self.ends[i]) for i in some)
+                found.append(Part(below, tuple(nodes[i] for i in some), causal=False))
         return tuple(found)
+
+
+def _batched(items: Sequence[Item]) -> list[tuple[Item, ...]]:
+    return [tuple(items[i : i + MOST_SEQUENCES]) for i in range(0, len(items), MOST_SEQUENCES)]
 
 
 def _cumulative(slices: Sequence[slice]) -> list[int]:

@@ -58,7 +58,8 @@ def share(sequences: Sequence[np.ndarray]) -> Shared:
         ids = sequences[index]
         same = common(before, ids)
         own = np.arange(total, total + len(ids) - same)
-        if len(own):
+        goes_on = 0 < same == len(before) and path[-1] == total - 1
+        if len(own) and not goes_on:
             starts.add(total)
         if 0 < same < len(path) and path[same] == path[same - 1] + 1:
             starts.add(int(path[same]))  # the run divides here
