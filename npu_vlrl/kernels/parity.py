@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from npu_vlrl.kernels.table import Implementation, op, reference_of
+from npu_vlrl.kernels.tree import Tree
 
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 """Of the largest value. Devices may multiply float32 with 11 bits of mantissa, and bfloat16 has 8; an implementation
@@ -118,12 +119,15 @@ def _add_product(run: Implementation, total: Tensor, left: Tensor, right: Tensor
 
 
 _PACKED = ((4, 12, 16), (2, 12, 16), (2, 12, 16))
+_TREE = Tree(starts=(0, 4, 6, 7, 9), ends=(9, 6, 9, 9, 12))
+"""Tokens 0..3 go on with 4..5 and with 6, and that with 7..8; another sequence has no part in it."""
 
 CASES = (
     Case("varlen_attention", _PACKED, _varlen([0, 3, 4, 12], True)),
     Case("varlen_attention", _PACKED, _varlen([0, 3, 4, 12], False)),
     Case("varlen_attention", _PACKED, _varlen([0, 6, 12], True)),
     Case("varlen_attention", _PACKED, _varlen([0, 6, 12], False)),
+    Case("tree_attention", _PACKED, lambda run, q, k, v: run(q, k, v, _TREE, 0.25)),
     Case("masked_attention", ((2, 4, 3, 16), (2, 2, 7, 16), (2, 2, 7, 16)), _masked),
     Case("rms_norm", ((5, 32), (32,)), lambda run, x, weight: run(x, weight, 1e-6)),
     Case("rotary", ((2, 5, 4, 16),), lambda run, x: _rotary(run, x, x.dtype)),

@@ -10,7 +10,7 @@ from npu_vlrl.types import ImageInput
 
 
 def rotary_positions(
-    token_ids: Sequence[int], images: Sequence[ImageInput], placeholder: int | None, merge_size: int
+    token_ids: Sequence[int] | np.ndarray, images: Sequence[ImageInput], placeholder: int | None, merge_size: int
 ) -> np.ndarray:
     """Positions int64 [3, T] (time, height, width) of one sequence.
 

@@ -20,6 +20,7 @@ OPS = (
     "rms_norm",
     "rotary",
     "swiglu",
+    "tree_attention",
     "varlen_attention",
 )
 

@@ -1,4 +1,4 @@
-"""Attention over shared beginnings by torch_npu's packed operators, with merged statistics, over the stand-in for CANN."""
+"""Attention over shared beginnings by torch_npu's packed operators, merged, over the stand-in for CANN."""
 
 from __future__ import annotations
 

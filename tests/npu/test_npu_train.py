@@ -107,7 +107,9 @@ def test_a_training_step_runs_on_the_device_by_fused_operators(tmp_path: Path) -
         here("npu", tmp_path / "run", *small)
     assert on_the_host(ran) == []
     for forward, backward in FUSED.items():
-        assert ran[forward] > ran[backward] > 0, (forward, ran)
+        often = sum(count for name, count in ran.items() if name in (forward, f"{forward}V4"))
+        assert often > ran[backward] > 0, (forward, ran)
+    assert ran["aclnnFlashAttentionVarLenScoreV4"] > 0  # with the statistics that parts of a tree are merged by
     assert ran["aclnnFlashAttentionScore"] > 0  # sequences of one length, and the engine's decoding
     assert ran["aclnnApplyAdamWV2"] > 0
     with host_cann.counted() as ran:

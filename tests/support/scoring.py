@@ -21,7 +21,8 @@ from npu_vlrl.types import Image, ImageInput, Sample, SpecialTokens
 from npu_vlrl.workflow.export import ExportStyle
 from tests.support.models import is_vision, plain, plain_patches
 
-TOLERANCE = 1e-5
+TOLERANCE = 2e-5
+"""In nats, float32. The engine computes a prompt alone, the learner within a tree: sums in another order."""
 """Nats, in float32."""
 STYLES: tuple[ExportStyle, ...] = ("concat", "individual")
 Logprobs = dict[str, Tensor]
