@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -21,10 +22,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 PRESETS = ("trico", "aico", "rico_gae", "rico_grpo", "grpo")
 CONFIG = Path(__file__).parents[1] / "configs" / "frozenlake_tiny.yaml"
@@ -35,7 +35,7 @@ SHOWN = {"after_retries": "success", "reward": "reward", "turns": "turns"}
 def train(config: Path, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """One run in a process of its own; returns `before`, `after`, the success of each step and the seconds.
 
-    Raises RuntimeError with the end of what it printed when it fails.
+    Raises RuntimeError when it fails, with the end of what it printed, and when it skipped an update.
     """
     command = [sys.executable, "-m", "npu_vlrl", "train", "--config", str(config), *overrides]
     command += [f"run.dir={folder}", "run.show_every=0", "run.record_every=0", "train.threads=1"]
@@ -46,11 +46,14 @@ def train(config: Path, folder: Path, overrides: Sequence[str]) -> dict[str, Any
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stdout[-3000:]}")
     summary = json.loads((folder / "summary.json").read_text())
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "solved" in line]
+    if any(step["skipped_updates"] for step in steps):
+        raise RuntimeError(f"{' '.join(command)} skipped updates that were not finite: there is nothing to compare")
     return {
         "before": {name: summary["baseline"][key] for key, name in SHOWN.items()},
         "after": {name: summary["final"][key] for key, name in SHOWN.items()},
-        "solved": [round(step["solved"], 3) for step in steps if "solved" in step],
+        "solved": [round(step["solved"], 3) for step in steps],
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -80,15 +83,7 @@ def compare(
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Success and more in Markdown: means over the seeds, with standard deviations where there are several seeds."""
-    head = (
-        "preset",
-        "success before",
-        "success after",
-        "success in training",
-        "reward after",
-        "turns after",
-        "seconds",
-    )
+    head = ("preset", "before", "after", "in training", "reward after", "turns after", "seconds")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for preset in dict.fromkeys(run["preset"] for run in runs if run["preset"] is not None):
         own = [run for run in runs if run["preset"] == preset]
@@ -113,12 +108,13 @@ def spread(values: Sequence[float], form: str) -> str:
 
 def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "processor": names[0] if names else platform.processor(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
-        "torch": torch.__version__,
+        "torch": version("torch"),
     }
 
 
@@ -136,11 +132,14 @@ def main() -> None:
         runs = compare(
             given.config, given.presets.split(","), range(given.seeds), given.processes, Path(folder), given.overrides
         )
-    seconds = round(time.monotonic() - began)
-    print(f"{table(runs)}\n\n{seconds} s for {len(runs)} runs, {given.processes} at a time")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds, cpu_seconds = round(time.monotonic() - began), round(used.ru_utime + used.ru_stime)
+    print(table(runs))
+    print(f"\n{seconds} s, {cpu_seconds} s of processor time, for {len(runs)} runs, {given.processes} at a time")
     if given.out is not None:
         about = {"config": given.config.name, "overrides": given.overrides, "processes": given.processes}
-        given.out.write_text(json.dumps({**machine(), **about, "seconds": seconds, "runs": runs}, indent=1) + "\n")
+        times = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+        given.out.write_text(json.dumps({**machine(), **about, **times, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -241,15 +241,27 @@ class Learner:
     def _logprobs(
         self, batch: MicroBatch, policy: Policy, hidden_NH: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy [N] of the scored tokens."""
-        return op("logprob_entropy")(
-            hidden_NH,
-            policy.head_weight,
-            batch.target_ids_N,
-            temperature,
-            policy.forbidden_V,
-            self.optim.logprob_chunk,
-        )
+        """Log-probability and entropy [N] of the scored tokens.
+
+        What the policy sampled is judged under what it may sample. The world may say anything, placeholders of pictures
+        included: its tokens are judged under the model's whole distribution.
+        """
+
+        def of(at: Tensor | slice, forbidden_V: Tensor | None) -> tuple[Tensor, Tensor]:
+            return op("logprob_entropy")(
+                hidden_NH[at],
+                policy.head_weight,
+                batch.target_ids_N[at],
+                temperature,
+                forbidden_V,
+                self.optim.logprob_chunk,
+            )
+
+        if not self.algorithm.with_observations:
+            return of(slice(None), policy.forbidden_V)
+        sampled, said = of(batch.sampled_N, policy.forbidden_V), of(~batch.sampled_N, None)
+        order = torch.cat([batch.sampled_N.nonzero(), (~batch.sampled_N).nonzero()])[:, 0].argsort()
+        return torch.cat([sampled[0], said[0]])[order], torch.cat([sampled[1], said[1]])[order]
 
     def _score(
         self, batch: MicroBatch, policy: Policy, vision: VisionFeatures, temperature: float

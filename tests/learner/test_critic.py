@@ -27,6 +27,7 @@ from tests.support.learning import (
     load,
     make_learner,
     picture,
+    plain_logits,
     plain_model,
     samples_of,
     tiny_folder,
@@ -272,6 +273,26 @@ def test_observations_are_scored_where_a_mask_is_off(preset: str) -> None:
     metrics = step(learner, episodes(loaded))
     tokens = sum(s.n_trained if learner.algorithm.loss_mask else s.n_scored for s in made)
     assert metrics["tokens"] == tokens and metrics["skipped_updates"] == 0
+
+
+def test_what_the_world_said_is_scored_under_the_whole_distribution() -> None:
+    """Pictures too: their placeholders are forbidden to the policy alone."""
+    loaded = load()
+    learner = with_critic(loaded, algorithm={"preset": "rico_gae", "kl_coef": 0.01})
+    made = trajectory(loaded, 0, (3, 2), [picture(5)], later_images=[picture(6)], rewards=(0.0, 1.0))
+    (scored,) = learner.score(export([made], "concat", "sum", 1.0, "tiny"))
+    logits = plain_logits(plain_model(tiny_folder()), loaded, [scored])[0].detach()
+    usable = [i for i in range(loaded.policy.n_tokens) if i not in loaded.policy.special.placeholders]
+    start = len(scored.segments[0])
+    expected = []
+    for at, (token, sampled) in enumerate(zip(scored.token_ids[start:], scored.sampled_mask, strict=True), start):
+        row = logits[at - 1]
+        expected.append(float(row[token] - (row[usable] if sampled else row).logsumexp(0)))
+    assert any(token in loaded.policy.special.placeholders for token in scored.token_ids[start:])
+    assert scored.scores.reference_N is not None and scored.scores.proximal_N is not None
+    np.testing.assert_allclose(scored.scores.reference_N, expected, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(scored.scores.proximal_N, expected, rtol=0, atol=2e-5)
+    assert step(learner, [scored])["skipped_updates"] == 0
 
 
 def test_a_policy_without_estimator_of_values_has_no_critic() -> None:
