@@ -134,6 +134,8 @@ class Run:
             "engine/tokens_requested": counts.tokens_requested,
             "engine/tokens_prefilled": counts.tokens_prefilled,
             "engine/tokens_decoded": counts.tokens_decoded,
+            "learner/tokens_referenced": learner.tokens_referenced,
+            "learner/tokens_computed": learner.tokens_computed,
             "images_referenced": vision.referenced + counts.images_referenced,
             "images_encoded": vision.encoded + counts.images_encoded,
             "peak_memory_gib": self.parts.platform.peak_memory_bytes() / 2**30,

@@ -18,7 +18,7 @@ import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from npu_vlrl.data.records import IMAGE_TAG, control_character, read_records
+from npu_vlrl.data.records import IMAGE_TAG, control_character, read_records, written_schema
 from npu_vlrl.types import DataError
 
 INSTRUCTION = "Think step by step and put the final answer in \\boxed{}."
@@ -28,17 +28,8 @@ ORIGINS = {"geometry3k": "geometry3k", "mathv": "math_vision", "mathverse": "mat
 
 MISREAD = {"mathv_2825": "math-verify takes `2^{12} 13^2` for 2^12 * 1 * 3^2, so the right answer would score 0"}
 
-SCHEMA = pa.schema(
-    {
-        "data_source": pa.string(),
-        "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
-        "images": pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})),
-        "ability": pa.string(),
-        "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
-        "extra_info": pa.struct(
-            {"id": pa.string(), "split": pa.string(), "mode": pa.string(), "width": pa.int32(), "height": pa.int32()}
-        ),
-    }
+SCHEMA = written_schema(
+    {"id": pa.string(), "split": pa.string(), "mode": pa.string(), "width": pa.int32(), "height": pa.int32()}
 )
 
 

@@ -30,6 +30,20 @@ IMAGE_TAG = "<image>"
 ROLES = ("system", "user", "assistant", "tool")
 
 
+def written_schema(extra: Mapping[str, pa.DataType]) -> pa.Schema:
+    """verl's schema, in which our converters write parquet; `extra` are the fields of `extra_info`."""
+    return pa.schema(
+        {
+            "data_source": pa.string(),
+            "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
+            "images": pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})),
+            "ability": pa.string(),
+            "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
+            "extra_info": pa.struct(dict(extra)),
+        }
+    )
+
+
 @dataclass(frozen=True)
 class Records:
     """The rows of a file or folder: `len(records)`, `records[17] -> dict`. Reading a damaged row raises DataError."""

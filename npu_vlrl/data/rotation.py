@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from npu_vlrl.data.images import read_image
-from npu_vlrl.data.records import IMAGE_TAG
+from npu_vlrl.data.records import IMAGE_TAG, written_schema
 from npu_vlrl.types import DataError, Image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
@@ -42,18 +42,7 @@ QUESTION = (
     "Give a number from 0 to 360, such as <answer>90</answer>."
 )
 
-SCHEMA = pa.schema(
-    {
-        "data_source": pa.string(),
-        "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
-        "images": pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})),
-        "ability": pa.string(),
-        "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
-        "extra_info": pa.struct(
-            {name: pa.string() for name in ("id", "split", "photo", "direction")} | {"angle": pa.float64()}
-        ),
-    }
-)
+SCHEMA = written_schema({name: pa.string() for name in ("id", "split", "photo", "direction")} | {"angle": pa.float64()})
 
 _ROW_GROUP = 64
 

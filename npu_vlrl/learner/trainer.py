@@ -54,6 +54,10 @@ class Learner:
         self.temperature = temperature
         self.total_updates = total_steps * config.updates * config.epochs
         self.updates = 0
+        self.tokens_referenced = 0
+        """Tokens of the samples that went through the layers so far, each pass counted."""
+        self.tokens_computed = 0
+        """Of these, what is left when a beginning that samples of a micro-batch share counts once."""
         self.skipped: list[str] = []
         """Samples whose update was left out because something was not finite."""
         self.parameters = policy.trainable()
@@ -228,7 +232,10 @@ class Learner:
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         planned = plan(samples, self.optim.micro_batch_tokens, self.policy.special.image)
-        return [collate([samples[i] for i in indices], self.policy) for indices in planned]
+        batches = [collate([samples[i] for i in indices], self.policy) for indices in planned]
+        self.tokens_referenced += sum(map(len, samples))
+        self.tokens_computed += sum(len(batch.token_ids_T) for batch in batches)
+        return batches
 
     def _hidden(self, batch: MicroBatch, policy: Policy, vision: VisionFeatures) -> Tensor:
         """Hidden states [N, hidden] that predict the scored tokens."""

@@ -77,7 +77,7 @@ def recorded(run: Path) -> list[dict[str, Any]]:
 
 def close(one: list[dict[str, Any]], other: list[dict[str, Any]], tolerance: float) -> bool:
     """Counters of a process that was resumed begin again, and are not compared."""
-    counters = ("engine/", "images_")
+    counters = ("engine/", "images_", "learner/")
     return len(one) == len(other) and all(
         a.keys() == b.keys()
         and all(math.isclose(a[k], b[k], rel_tol=0, abs_tol=tolerance) for k in a if not k.startswith(counters))
@@ -102,7 +102,8 @@ def test_learner_and_engine_process_repeat_the_run_of_one_process(alone: Path, t
     assert lines(run, "trajectories.jsonl") == lines(alone, "trajectories.jsonl")
     assert same_weights(run, alone)
     steps = [line for line in lines(run, "metrics.jsonl") if "grad_norm" in line]
-    assert len(steps) == 4 and all(abs(step["pg_loss"]) > 1e-6 and step["grad_norm"] > 1e-3 for step in steps)
+    assert len(steps) == 4 and all(step["grad_norm"] > 1e-3 for step in steps)
+    assert max(abs(step["pg_loss"]) for step in steps) > 1e-3
     trained = sum(-(-tensor.nbytes // 512) * 512 for tensor in exported_weights(run).values())
     assert [step["sync/bytes"] for step in steps] == [trained] * 4  # each in whole blocks; the head is tied
     assert all(step["sync/seconds"] > 0 for step in steps)

@@ -88,7 +88,7 @@ def test_the_unbroken_run_is_worth_comparing_with(unbroken: Path, tmp_path: Path
     trained = [line for line in metrics(unbroken) if "grad_norm" in line]
     assert [line["step"] for line in trained] == [0, 1, 2, 3]
     assert all(line["grad_norm"] > 1e-3 and line["reward_std"] > 0 for line in trained)
-    assert [line["kl"] for line in trained] == sorted(line["kl"] for line in trained) and trained[3]["kl"] > 1e-3
+    assert trained[0]["kl"] < 1e-9 and min(line["kl"] for line in trained[1:]) > 1e-3
     other = tmp_path / "run"
     train(small_config(other, train__seed=1))
     with pytest.raises(AssertionError):  # the comparison sees another seed

@@ -34,7 +34,15 @@ evaluation: {tasks: 2}
 run: {checkpoint_every: 1, show_every: 0}
 """
 
-REPEATS = ("seconds", "rollout_seconds", "peak_memory_gib", "images_referenced", "images_encoded")
+REPEATS = (
+    "seconds",
+    "rollout_seconds",
+    "peak_memory_gib",
+    "images_referenced",
+    "images_encoded",
+    "learner/tokens_referenced",
+    "learner/tokens_computed",
+)
 """Of metrics.jsonl: clocks, memory and counters of the process; all else is the same in a resumed run."""
 
 
