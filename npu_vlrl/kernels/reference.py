@@ -104,18 +104,13 @@ def _attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, scale:
 def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scale: float) -> Tensor:
     """Causal attention over packed sequences whose common beginnings stand there once. Returns [T, H, D].
 
-    A token sees itself and, of the tokens before it, those of its node and of the nodes above.
+    A token sees itself and, of the tokens before it, those of its node and of the nodes above: a node is a sequence of
+    queries whose keys, gathered, are its whole path.
     """
-    if not tree.shares:
-        return op("varlen_attention")(q_HTD, k_KSD, v_KSD, tree.bounds, tree.bounds, True, scale)
-    outputs = []
-    last_seer = tree.last_seer(q_HTD.device)
-    for root in tree.roots:
-        place = torch.arange(root.start, root.stop, device=q_HTD.device)
-        mask = (place[:, None] >= place) & (place[:, None] < last_seer[root])
-        q, k, v = (x[None, :, root] for x in (q_HTD, k_KSD, v_KSD))
-        outputs.append(masked_attention(q, k, v, mask[None, None], scale)[0])
-    return torch.cat(outputs)
+    if tree.shares:
+        path = tree.path.to(k_KSD.device)
+        k_KSD, v_KSD = k_KSD[:, path], v_KSD[:, path]
+    return varlen_attention(q_HTD, k_KSD, v_KSD, tree.bounds, tree.path_bounds, True, scale)
 
 
 @register("masked_attention")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -68,14 +69,33 @@ class Tree:
         return any(end != bound for end, bound in zip(self.ends, self.bounds[1:], strict=True))
 
     @cached_property
-    def roots(self) -> tuple[slice, ...]:
-        """The tokens of each whole tree."""
-        found, at = [], 0
-        for start, end in zip(self.starts, self.ends, strict=True):
-            if start == at:
-                found.append(slice(start, end))
-                at = end
+    def above(self) -> tuple[tuple[int, ...], ...]:
+        """For each node the nodes over it, from the root down."""
+        found: list[tuple[int, ...]] = []
+        line: list[int] = []
+        for index, start in enumerate(self.starts):
+            while line and self.ends[line[-1]] <= start:
+                line.pop()
+            found.append(tuple(line))
+            line.append(index)
         return tuple(found)
+
+    @cached_property
+    def nodes(self) -> tuple[slice, ...]:
+        """The tokens of each node."""
+        return tuple(slice(a, b) for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+
+    @cached_property
+    def path(self) -> Tensor:
+        """int64: for each node all that its last token sees, one node after the other."""
+        runs = [self.nodes[i] for index, above in enumerate(self.above) for i in (*above, index)]
+        return torch.cat([torch.arange(run.start, run.stop) for run in runs])
+
+    @cached_property
+    def path_bounds(self) -> list[int]:
+        """Cumulative lengths of `path`."""
+        lengths = [run.stop - run.start for run in self.nodes]
+        return [0, *accumulate(sum(lengths[i] for i in (*above, n)) for n, above in enumerate(self.above))]
 
     def last_seer(self, device: torch.device | str = "cpu") -> Tensor:
         """int64 [T]: one past the last token that sees each token."""
@@ -90,20 +110,15 @@ class Tree:
         First each node sees itself. Then, for each depth, what stands below the nodes of that depth sees them. No call
         has more than `MOST_SEQUENCES`.
         """
-        nodes = tuple(slice(a, b) for a, b in zip(self.bounds, self.bounds[1:], strict=False))
-        found = [Part(some, some, causal=True) for some in _batched(nodes)]
+        found = [Part(some, some, causal=True) for some in _batched(self.nodes)]
         by_depth: dict[int, list[int]] = {}
-        above: list[int] = []
-        for index, start in enumerate(self.starts):
-            while above and self.ends[above[-1]] <= start:
-                above.pop()
-            if self.ends[index] > nodes[index].stop:
-                by_depth.setdefault(len(above), []).append(index)
-            above.append(index)
+        for index, node in enumerate(self.nodes):
+            if self.ends[index] > node.stop:
+                by_depth.setdefault(len(self.above[index]), []).append(index)
         for _, members in sorted(by_depth.items()):
             for some in _batched(members):
-                below = tuple(slice(nodes[i].stop, self.ends[i]) for i in some)
-                found.append(Part(below, tuple(nodes[i] for i in some), causal=False))
+                below = tuple(slice(self.nodes[i].stop, self.ends[i]) for i in some)
+                found.append(Part(below, tuple(self.nodes[i] for i in some), causal=False))
         return tuple(found)
 
 

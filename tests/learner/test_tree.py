@@ -75,7 +75,8 @@ def test_by_hand() -> None:
     shared = share(arrays([[1, 2, 3, 5], [1, 2, 4], [9], [1, 2, 3], [1, 2, 4]]))
     assert [places.tolist() for places in shared.places] == [[0, 1, 2, 3], [0, 1, 4], [5], [0, 1, 2], [0, 1, 4]]
     assert shared.tree == Tree(starts=(0, 2, 4, 5), ends=(5, 4, 5, 6)) and shared.tree.shares
-    assert shared.tree.roots == (slice(0, 5), slice(5, 6))
+    assert shared.tree.above == ((), (0,), (0,), ())
+    assert shared.tree.path.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5] and shared.tree.path_bounds == [0, 2, 6, 9, 10]
     assert not Tree.of_sequences((0, 3, 7)).shares
 
 
