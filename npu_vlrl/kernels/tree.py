@@ -97,12 +97,6 @@ class Tree:
         lengths = [run.stop - run.start for run in self.nodes]
         return [0, *accumulate(sum(lengths[i] for i in (*above, n)) for n, above in enumerate(self.above))]
 
-    def last_seer(self, device: torch.device | str = "cpu") -> Tensor:
-        """int64 [T]: one past the last token that sees each token."""
-        lengths = [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
-        ends = torch.tensor(self.ends, device=device)
-        return ends.repeat_interleave(torch.tensor(lengths, device=device), output_size=self.bounds[-1])
-
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Packed calls whose results together, merged by their log-sum-exp, are the attention.

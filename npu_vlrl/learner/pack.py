@@ -60,11 +60,11 @@ def plan(samples: Sequence[Sample], max_tokens: int, placeholder: int | None) ->
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.group, []).append(index)
+    keys = [_keys(sample, placeholder) for sample in samples]
     units: list[list[int]] = []
     for members in groups.values():
-        keys = [_keys(samples[i], placeholder) for i in members]
-        units += [[members[i] for i in unit] for unit in divide(keys, max_tokens)]
-    sizes = [share([_keys(samples[i], placeholder) for i in unit]).n_tokens for unit in units]
+        units += [[members[i] for i in unit] for unit in divide([keys[i] for i in members], max_tokens)]
+    sizes = [share([keys[i] for i in unit]).n_tokens for unit in units]
     return [sorted(i for unit in chosen for i in units[unit]) for chosen in fit(sizes, max_tokens)]
 
 

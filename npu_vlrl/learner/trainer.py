@@ -151,10 +151,12 @@ class Learner:
         critic_metrics: Metrics = []
         bad: list[str] = []
         total = critic_total = 0.0
+        tokens = sum(sample.n_trained if self.algorithm.loss_mask else sample.n_scored for sample in samples)
+        states = sum(int(sample.credit.critic_N.sum()) for sample in samples if sample.credit is not None)
         for batch in self._micro_batches(samples):
             with torch.set_grad_enabled(learns):
                 hidden_NH = self._hidden(batch, self.policy, self.vision)
-                loss, new, finite_N = self._policy_loss(batch, hidden_NH, samples)
+                loss, new, finite_N = self._policy_loss(batch, hidden_NH, tokens, len(samples))
             bad += [batch.sample_ids[i] for i in batch.sample_N[~finite_N].unique().tolist()]
             total += loss.item()
             metrics.append(new)
@@ -162,7 +164,6 @@ class Learner:
             if learns and not together:
                 loss.backward()
             if self.critic is not None:
-                states = sum(int(s.credit.critic_N.sum()) for s in samples if s.credit is not None)
                 value_loss, new = self.critic.loss(batch, hidden_NH, states)
                 critic_total += value_loss.item()
                 critic_metrics.append(new)
@@ -182,14 +183,15 @@ class Learner:
         return metrics, critic_metrics, norms
 
     def _policy_loss(
-        self, batch: MicroBatch, hidden_NH: Tensor, samples: Sequence[Sample]
+        self, batch: MicroBatch, hidden_NH: Tensor, tokens: int, samples: int
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The loss, its metrics, and which of the scored tokens are finite."""
+        """The loss, its metrics, and which of the scored tokens are finite. `tokens` and `samples` count those of the
+        whole update.
+        """
         algorithm = self.algorithm
         logprobs_N, entropy_N = self._logprobs(batch, self.policy, hidden_NH, self.temperature)
         # without observations every scored token is trained, and nothing needs to be picked
         pick = batch.sampled_N if algorithm.with_observations and algorithm.loss_mask else slice(None)
-        counts = [sample.n_trained if algorithm.loss_mask else sample.n_scored for sample in samples]
         n_samples = len(batch.sample_ids)
         sample_N = batch.sample_N[pick]
         weights_N = token_weights(
@@ -197,8 +199,8 @@ class Learner:
             n_samples,
             torch.bincount(sample_N, minlength=n_samples),
             algorithm.aggregation,
-            global_tokens=sum(counts),
-            global_samples=len(samples),
+            global_tokens=tokens,
+            global_samples=samples,
             constant=self.config.loss_constant,
         )
         loss, metrics = policy_loss(

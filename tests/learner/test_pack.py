@@ -13,6 +13,7 @@ from npu_vlrl.learner.pack import MicroBatch, collate, fit, plan
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Image, Sample, Segment, SegmentKind, SpecialTokens
 from tests.support.learning import load, make_learner, plain_model, samples_of, tiny_folder
+from tests.support.trees import last_seer
 
 torch.set_num_threads(1)
 
@@ -103,10 +104,10 @@ def test_tensors_are_what_the_segments_say(loaded: LoadedModel) -> None:
     assert len(batch.token_ids_T) == len(distinct) < len(seen)  # the prompts of a group begin alike
     assert batch.sample_ids == ("g0/0", "g0/1", "g1/2", "g1/3")
     assert batch.token_ids_T.dtype == torch.int64
-    last_seer, t = batch.tree.last_seer().tolist(), len(batch.token_ids_T)
+    seer, t = last_seer(batch.tree), len(batch.token_ids_T)
     names = [batch.images[i].image.hash for i in batch.image_order]
     for at, context in zip(batch.before_N.tolist(), before, strict=True):
-        path = [k for k in range(t) if k <= at < last_seer[k]]
+        path = [k for k in range(t) if k <= at < seer[k]]
         assert len(path) == len(context)
         ids = [i if isinstance(i, int) else loaded.policy.special.image for i in context]
         assert batch.token_ids_T[path].tolist() == ids
@@ -133,9 +134,9 @@ def test_positions_are_those_of_transformers_for_each_sample(kind: str) -> None:
     for sample, positions in zip(samples, expected, strict=True):
         alone = collate([sample], loaded.policy)
         assert torch.equal(alone.position_ids_3T, positions[:, 0])
-    last_seer = batch.tree.last_seer().tolist()
+    seer = last_seer(batch.tree)
     for at, owner in zip(batch.before_N.tolist(), batch.sample_N.tolist(), strict=True):
-        path = [k for k in range(at + 1) if at < last_seer[k]]
+        path = [k for k in range(at + 1) if at < seer[k]]
         assert torch.equal(batch.position_ids_3T[:, path], expected[owner][:, 0, : len(path)])
 
 

@@ -23,6 +23,7 @@ from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Sample, Trajectory
 from npu_vlrl.workflow.export import export
 from tests.support.learning import Probe, distance, load, make_learner, picture, trajectory, with_advantage
+from tests.support.trees import last_seer
 
 torch.set_num_threads(1)
 
@@ -39,19 +40,19 @@ def arrays(lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
 def test_every_beginning_stands_there_once_and_sees_itself(lists: list[list[int]]) -> None:
     shared = share(arrays(lists))
     assert shared.n_tokens == len({tuple(one[: i + 1]) for one in lists for i in range(len(one))})
-    last_seer = shared.tree.last_seer().tolist()
+    seer = last_seer(shared.tree)
     owner: dict[int, tuple[int, ...]] = {}
     for one, places in zip(lists, shared.places, strict=True):
         for i, place in enumerate(places):
             assert owner.setdefault(int(place), tuple(one[: i + 1])) == tuple(one[: i + 1])
-            assert [k for k in range(shared.n_tokens) if k <= place < last_seer[k]] == places[: i + 1].tolist()
+            assert [k for k in range(shared.n_tokens) if k <= place < seer[k]] == places[: i + 1].tolist()
 
 
 @settings(max_examples=100, deadline=None)
 @given(sequences)
 def test_the_parts_are_what_each_token_sees_once(lists: list[list[int]]) -> None:
     tree = share(arrays(lists)).tree
-    last_seer = tree.last_seer().tolist()
+    seer = last_seer(tree)
     n = tree.bounds[-1]
     seen = np.zeros((n, n), int)
     for part in tree.parts:
@@ -59,7 +60,7 @@ def test_the_parts_are_what_each_token_sees_once(lists: list[list[int]]) -> None
         for queries, keys in zip(part.queries, part.keys, strict=True):
             for query in range(queries.start, queries.stop):
                 seen[query, keys.start : query + 1 if part.causal else keys.stop] += 1
-    assert seen.tolist() == [[int(k <= q < last_seer[k]) for k in range(n)] for q in range(n)]
+    assert seen.tolist() == [[int(k <= q < seer[k]) for k in range(n)] for q in range(n)]
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,6 +19,11 @@ def grown(seed: int, sequences: int = 5, longest: int = 9) -> Tree:
     return share([np.array(one) for one in lists]).tree
 
 
+def last_seer(tree: Tree) -> list[int]:
+    """One past the last token that sees each token."""
+    return [end for node, end in zip(tree.nodes, tree.ends, strict=True) for _ in range(node.start, node.stop)]
+
+
 class Dense:
     """See `tree_parts.Fused`; sequence by sequence, all scores at once."""
 

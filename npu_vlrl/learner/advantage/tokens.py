@@ -100,12 +100,8 @@ def run_ids(*keys: np.ndarray) -> np.ndarray:
     return changed.cumsum()
 
 
-def whiten(values: np.ndarray, over: np.ndarray | None = None) -> np.ndarray:
-    """(values - mean) / sqrt(variance + 1e-8), with the mean and the unbiased variance of the entries in `over`.
-
-    Entries without any spread give exactly 0.
-    """
-    chosen = values if over is None else values[over]
-    if chosen.size < 2 or chosen.min() == chosen.max():
+def whiten(values: np.ndarray) -> np.ndarray:
+    """(values - mean) / sqrt(variance + 1e-8), with the unbiased variance. Values without any spread give exactly 0."""
+    if values.size < 2 or values.min() == values.max():
         return np.zeros_like(values, dtype=np.float64)
-    return (values - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + EPSILON)
+    return (values - values.mean()) / np.sqrt(values.var(ddof=1) + EPSILON)
