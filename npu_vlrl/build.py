@@ -85,7 +85,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
     engine: RoundEngine
     if world is None:
-        engine = InProcessEngine(loaded.policy, vision)
+        engine = _engine(config, platform, loaded, vision)
     else:
         engine = remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
     schemas, processor = setting.schemas, loaded.processor
@@ -159,7 +159,7 @@ def run_engine(config: Config) -> None:
     def engine(scratch: Path) -> InProcessEngine:
         own = scratch if scratch.is_dir() else scratch.with_name(f"{scratch.name}.{world.rank}")
         loaded, vision = _load(config, own, platform)
-        return InProcessEngine(loaded.policy, vision)
+        return _engine(config, platform, loaded, vision)
 
     serve(world, engine)
     world.close()
@@ -179,6 +179,11 @@ def _prepare(config: Config) -> Platform:
 def _load(config: Config, scratch: Path, platform: Platform) -> tuple[LoadedModel, VisionFeatures]:
     loaded = load_model(config.model, scratch, config.train.seed, platform.device(local_rank()))
     return loaded, VisionFeatures(loaded.policy, loaded.processor, config.rollout.feature_cache_mib * 2**20)
+
+
+def _engine(config: Config, platform: Platform, loaded: LoadedModel, vision: VisionFeatures) -> InProcessEngine:
+    new_recorder = platform.recorder if config.rollout.record else lambda: None
+    return InProcessEngine(loaded.policy, vision, config.rollout.cache_mib * 2**20, new_recorder)
 
 
 def _join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:

@@ -114,6 +114,7 @@ def _checks(platform: Platform) -> Iterator[Check]:
     for index in range(platform.device_count()):
         yield _tried(f"device {index}", partial(_compute, platform, index), "look at it with the vendor's tool")
     yield _tried("streams", partial(_streams, platform), "update the driver")
+    yield _tried("recording", partial(_recording, platform), "set rollout.record=false, and update the driver")
     yield from _kernel_checks(platform)
     yield _tried(
         "collective",
@@ -151,6 +152,24 @@ def _streams(platform: Platform) -> str:
     first.wait_event(second.record_event())
     _expect("the sum of what a second stream doubled", doubled.sum().item(), 10100.0)
     return "two streams, ordered by events"
+
+
+def _recording(platform: Platform) -> str:
+    """Recorded work runs again at each replay, on what its tensors hold by then."""
+    recorder = platform.recorder()
+    if recorder is None:
+        return "none: every step of decoding is launched anew"
+    number = torch.zeros(1, device=platform.device())
+
+    def step() -> None:
+        number.mul_(2).add_(1)
+
+    replay = recorder(step)
+    number.fill_(3)
+    replay()
+    replay()
+    _expect("3, doubled and increased twice,", number.item(), 15.0)
+    return "steps are recorded and replayed"
 
 
 def _expect(what: str, found: float, wanted: float) -> None:

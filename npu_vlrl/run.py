@@ -54,6 +54,7 @@ class Run:
             config.rollout.temperature,
             config.train.steps,
             config.critic,
+            platform=parts.platform,
         )
 
     def resume(self, learner: Learner) -> int:

@@ -176,6 +176,11 @@ class RolloutConfig(Section):
     top_k: CountOrOff = 0
     feature_cache_mib: CountOrOff = 256
     """Memory for vision features, in MiB; 0 disables."""
+    cache_mib: Count = 16384
+    """Memory for the keys and values of the turns that are decoded together, in MiB, and again for those that are kept
+    between turns. What finds no room waits, or is computed again."""
+    record: bool = True
+    """Records a step of decoding and replays it, where the device can: launching it anew takes longer than its work."""
     max_failed_share: Share = 0.5
     """Share of failed groups in a step above which the run ends."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from npu_vlrl.hardware.base import HardwareError, Memory, Platform
+from npu_vlrl.hardware.base import HardwareError, Memory, Platform, Recorder
 
 
 class Accelerator(Platform):
@@ -17,6 +18,8 @@ class Accelerator(Platform):
 
     tool: str
     """The vendor's command that shows devices."""
+    graph: str
+    """What torch calls recorded work."""
 
     @abstractmethod
     def api(self) -> Any:
@@ -67,6 +70,24 @@ class Accelerator(Platform):
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         return self.api().stream(stream)
+
+    def recorder(self) -> Recorder | None:
+        api = self.api()
+        pool = api.graph_pool_handle()
+
+        def record(work: Callable[[], None]) -> Callable[[], None]:
+            aside = api.Stream()
+            aside.wait_stream(api.current_stream())
+            with api.stream(aside):
+                work()  # what is compiled or chosen at the first call is not for the record
+            api.current_stream().wait_stream(aside)
+            graph = getattr(api, self.graph)()
+            with api.graph(graph, pool=pool):
+                work()
+            replay: Callable[[], None] = graph.replay
+            return replay
+
+        return record
 
     def rng_state(self) -> torch.Tensor:
         return self.api().get_rng_state()

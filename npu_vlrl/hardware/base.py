@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -44,6 +44,10 @@ class Setting:
 
     value: str
     why: str
+
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+"""Runs work, records it, and returns what replays it at once."""
 
 
 class Platform(ABC):
@@ -105,6 +109,14 @@ class Platform(ABC):
     @abstractmethod
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """Within it, operations of the current device go to that stream."""
+
+    def recorder(self) -> Recorder | None:
+        """A new one for the current device; None where nothing can be recorded, and everything is run anew.
+
+        The work must not wait for the device, must read and write the same tensors each time, and is run more than once
+        to be recorded. Replays of what one recorder recorded must not overlap: they share memory.
+        """
+        return None
 
     @abstractmethod
     def rng_state(self) -> torch.Tensor:

@@ -19,6 +19,7 @@ class CudaPlatform(Accelerator):
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
     ray_resource = "GPU"
     tool = "nvidia-smi"
+    graph = "CUDAGraph"
     packages = ("triton", "vllm", "ray")
     watched = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "GLOO_")
     cautions = {

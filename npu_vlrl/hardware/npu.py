@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from npu_vlrl.hardware.accelerator import Accelerator
-from npu_vlrl.hardware.base import HardwareError, Peak, Setting
+from npu_vlrl.hardware.base import HardwareError, Peak, Recorder, Setting
 
 LIBRARIES = ("libascendcl.so", "libhccl.so")
 """Of CANN: the runtime and the collectives. torch_npu links both."""
@@ -42,6 +42,7 @@ class NpuPlatform(Accelerator):
     visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
     ray_resource = "NPU"
     tool = "npu-smi info"
+    graph = "NPUGraph"
     packages = ("torch_npu", "triton-ascend", "mindspeed", "vllm-ascend", "ray")
     watched = ("ASCEND_", "HCCL_", "PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF", "GLOO_")
     cautions = {
@@ -71,6 +72,23 @@ class NpuPlatform(Accelerator):
         if problem:
             raise HardwareError(problem)
         return torch.npu  # type: ignore[attr-defined]
+
+    def recorder(self) -> Recorder | None:
+        """None where this CANN records nothing, or the queue of launches forbids it."""
+        if os.environ.get("TASK_QUEUE_ENABLE") == "2":
+            return None
+        record = super().recorder()
+        assert record is not None
+        tried = torch.zeros(1, device=self.device(self.api().current_device()))
+
+        def work() -> None:
+            tried.add_(1)
+
+        try:
+            record(work)()
+        except RuntimeError:
+            return None
+        return record
 
     def missing(self) -> str | None:
         """The first that is missing of: torch_npu, a torch of its version, driver, CANN, visible devices, a device."""

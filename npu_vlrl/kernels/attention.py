@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from npu_vlrl.kernels.kept import Kept
 from npu_vlrl.kernels.once import OncePerTensor
 from npu_vlrl.kernels.table import op
 from npu_vlrl.kernels.tree import Tree
@@ -51,21 +52,26 @@ def attention_forward(
     cu_seq_lens_q: Tensor | Sequence[int] | None = None,
     cu_seq_lens_k: Tensor | Sequence[int] | None = None,
     tree: Tree | None = None,
+    kept: Kept | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. Returns ([B, T, H, D], None).
 
-    With `tree` (B = 1): packed sequences that share beginnings. With `cu_seq_lens_q` and `cu_seq_lens_k` (B = 1):
-    packed sequences. With a boolean mask [B, 1, T, S] (True = may look): that mask. Raises ValueError for anything
-    else, since a guess would let sequences see each other.
+    With `tree` (B = 1): packed sequences that share beginnings. With `kept` (B = 1): packed tokens that continue rows
+    of kept keys and values, which grow by theirs. With `cu_seq_lens_q` and `cu_seq_lens_k` (B = 1): packed sequences.
+    With a boolean mask [B, 1, T, S] (True = may look): that mask. Raises ValueError for anything else, since a guess
+    would let sequences see each other.
     """
     if dropout or sliding_window is not None:
         raise ValueError("npu_vlrl attention has no dropout and no sliding window; set both off in the model's config")
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     if tree is not None:
         return op("tree_attention")(query_BHTD[0], key_BKSD[0], value_BKSD[0], tree, scale)[None], None
+    if kept is not None:
+        keys, values = kept.write(module.layer_idx, key_BKSD[0], value_BKSD[0])  # type: ignore[arg-type]
+        return op("kept_attention")(query_BHTD[0], keys, values, kept.rows, scale)[None], None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if query_BHTD.shape[0] != 1:
             raise ValueError(f"packed sequences come as a batch of 1, got a batch of {query_BHTD.shape[0]}")

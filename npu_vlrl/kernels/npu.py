@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npu_vlrl.kernels import mindspeed, reference, triton_logprob
+from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.kernels.once import OncePerTensor
 from npu_vlrl.kernels.table import register
 from npu_vlrl.kernels.tree import MOST_SEQUENCES, Tree
@@ -127,6 +128,17 @@ def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: 
     if n_queries > 1:  # some may be padding; a query that is alone in its row is not
         options["inner_precise"] = EMPTY_ROWS
     return _fused(q_BHTD, k_BKSD, v_BKSD, heads, "BNSD", **options).transpose(1, 2)
+
+
+@register("kept_attention", "npu")
+def kept_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Rows, scale: float) -> Tensor:
+    """As `reference.kept_attention`. One query a row: all places as they stand (BSND), which copies nothing."""
+    if len(rows.lengths_B) < q_HTD.shape[1]:
+        return reference.kept_attention(q_HTD, keys_BLKD, values_BLKD, rows, scale, masked_attention)
+    beyond_BL = torch.arange(keys_BLKD.shape[1], device=q_HTD.device) >= rows.lengths_B[:, None]
+    options: dict[str, Any] = {"scale": scale, "atten_mask": beyond_BL[:, None, None], "sparse_mode": SEE_MASK}
+    q_BTHD = q_HTD.transpose(0, 1)[:, None]
+    return _fused(q_BTHD, keys_BLKD, values_BLKD, len(q_HTD), "BSND", **options)[:, 0]
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str, **options: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.kernels.table import Implementation, op, reference_of
 from npu_vlrl.kernels.tree import Tree
 
@@ -95,11 +96,21 @@ def _masked(run: Implementation, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return run(q, k, v, (own & (keys <= torch.arange(4, 7)[:, None])).to(q.device), 0.25)
 
 
+def _kept(run: Implementation, q: Tensor, keys: Tensor, values: Tensor, news: list[int]) -> Tensor:
+    """Rows of 2, 7 and 5 tokens in room for 7, the last `news` of each new."""
+    lengths = torch.tensor([2, 7, 5], dtype=torch.int32, device=q.device)
+    return run(q.detach(), keys.detach(), values.detach(), Rows.of(lengths, news, 7, 7), 0.25)
+
+
 def _rotary(run: Implementation, x: Tensor, dtype: torch.dtype) -> Tensor:
     half = x.shape[3] // 2
     angles = torch.arange(x.shape[1])[:, None] / 1e4 ** (torch.arange(half) / half)
     angles = torch.cat([angles, angles], -1)[None]
     return run(x, angles.cos().to(x.device, dtype), angles.sin().to(x.device, dtype))
+
+
+def _gated_mlp(run: Implementation, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    return run(x, (gate, bias), (up, None), (down, None))
 
 
 def _add_at(run: Implementation, x: Tensor, rows: Tensor) -> Tensor:
@@ -119,6 +130,7 @@ def _add_product(run: Implementation, total: Tensor, left: Tensor, right: Tensor
 
 
 _PACKED = ((4, 12, 16), (2, 12, 16), (2, 12, 16))
+_KEPT = ((3, 7, 2, 16), (3, 7, 2, 16))
 _TREE = Tree(starts=(0, 4, 6, 7, 9), ends=(9, 6, 9, 9, 12))
 """Tokens 0..3 go on with 4..5 and with 6, and that with 7..8; another sequence has no part in it."""
 
@@ -129,10 +141,13 @@ CASES = (
     Case("varlen_attention", _PACKED, _varlen([0, 6, 12], False)),
     Case("tree_attention", _PACKED, lambda run, q, k, v: run(q, k, v, _TREE, 0.25)),
     Case("masked_attention", ((2, 4, 3, 16), (2, 2, 7, 16), (2, 2, 7, 16)), _masked),
+    Case("kept_attention", ((4, 3, 16), *_KEPT), lambda run, q, k, v: _kept(run, q, k, v, [1, 1, 1])),
+    Case("kept_attention", ((4, 6, 16), *_KEPT), lambda run, q, k, v: _kept(run, q, k, v, [1, 3, 2])),
     Case("rms_norm", ((5, 32), (32,)), lambda run, x, weight: run(x, weight, 1e-6)),
     Case("rotary", ((2, 5, 4, 16),), lambda run, x: _rotary(run, x, x.dtype)),
     Case("rotary", ((1, 5, 4, 80),), lambda run, x: _rotary(run, x, torch.float32)),
     Case("swiglu", ((5, 32), (5, 32)), lambda run, gate, up: run(gate, up)),
+    Case("gated_mlp", ((5, 8), (13, 8), (13, 8), (8, 13), (13,)), _gated_mlp),
     Case(
         "patch_embed", ((6, 24), (16, 3, 2, 2, 2), (16,)), lambda run, patches, weight, bias: run(patches, weight, bias)
     ),

@@ -1,12 +1,12 @@
 """The definition of every op, in plain PyTorch. Runs on any device and in float64, where tests compare against it.
 
-Suffix letters: B batch, T queries or rows, S keys, H query heads, K key heads, D head width (in attention, `rotary`);
-T rows, H hidden width, V vocabulary, C rows of a chunk (in `logprob_entropy`).
+Suffix letters: B batch, T queries or rows, S keys, L places for the keys that a row keeps, H query heads, K key heads,
+D head width (in attention, `rotary`); T rows, H hidden width, V vocabulary, C rows of a chunk (in `logprob_entropy`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.kernels.table import op, register
 from npu_vlrl.kernels.tree import Tree
+
+Linear = tuple[Tensor, Tensor | None]
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
@@ -108,7 +111,7 @@ def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scal
     queries whose keys, gathered, are its whole path.
     """
     if tree.shares:
-        path = tree.path.to(k_KSD.device)
+        path = tree.path_on(k_KSD.device)
         k_KSD, v_KSD = k_KSD[:, path], v_KSD[:, path]
     return varlen_attention(q_HTD, k_KSD, v_KSD, tree.bounds, tree.path_bounds, True, scale)
 
@@ -128,6 +131,38 @@ def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: 
         enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
     )
     return output.transpose(1, 2)
+
+
+@register("kept_attention")
+def kept_attention(
+    q_HTD: Tensor,
+    keys_BLKD: Tensor,
+    values_BLKD: Tensor,
+    rows: Rows,
+    scale: float,
+    masked: Callable[..., Tensor] = masked_attention,
+) -> Tensor:
+    """Causal attention of packed queries, which are the last tokens of their rows, over all tokens of these rows.
+
+    Returns [T, H, D]. What stands beyond a row's length must be finite, and does not matter. `masked` computes it.
+    """
+    news = [b - a for a, b in zip(rows.cu_q, rows.cu_q[1:], strict=False)]
+    most, n_rows = max(news), len(news)
+    device = q_HTD.device
+    even = most * n_rows == q_HTD.shape[1]
+    if even:
+        q_BHMD = q_HTD.unflatten(1, (n_rows, most)).transpose(0, 1)
+    else:  # padded on the left
+        at_BM = rows.starts_q[1:, None] - most + torch.arange(most, device=device)
+        q_BHMD = q_HTD[:, at_BM.clamp(min=0)].transpose(0, 1)
+    places_BM = rows.lengths_B[:, None] - most + torch.arange(most, device=device)
+    mask_BMS = torch.arange(rows.longest, device=device) <= places_BM[..., None]
+    keys, values = (kept[:, : rows.longest].transpose(1, 2) for kept in (keys_BLKD, values_BLKD))
+    out_THD = masked(q_BHMD, keys, values, mask_BMS[:, None], scale).flatten(0, 1)
+    if even:
+        return out_THD
+    kept_M = torch.arange(most, device=device) >= most - rows.starts_q.diff()[:, None]
+    return out_THD[kept_M.flatten().nonzero()[:, 0]]
 
 
 # --- parts of layers -------------------------------------------------------------------------------------------------
@@ -168,6 +203,12 @@ def check_rotary(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> None:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up (Shazeer, arXiv 2002.05202); all three have one shape."""
     return F.silu(gate) * up
+
+
+@register("gated_mlp")
+def gated_mlp(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor:
+    """down(silu(gate(x)) · up(x)), each a linear map: its weight [out, in] and its bias or None."""
+    return F.linear(swiglu(F.linear(x, *gate), F.linear(x, *up)), *down)
 
 
 @register("patch_embed")

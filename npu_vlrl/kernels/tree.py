@@ -91,6 +91,16 @@ class Tree:
         runs = [self.nodes[i] for index, above in enumerate(self.above) for i in (*above, index)]
         return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
+    def path_on(self, device: torch.device) -> Tensor:
+        """`path` there, copied once for all layers."""
+        if device not in self._paths:
+            self._paths[device] = self.path.to(device)
+        return self._paths[device]
+
+    @cached_property
+    def _paths(self) -> dict[torch.device, Tensor]:
+        return {}
+
     @cached_property
     def path_bounds(self) -> list[int]:
         """Cumulative lengths of `path`."""

@@ -32,7 +32,7 @@ class Checkpoint:
     """Steps done."""
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    """`exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`"""
+    """`exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`; `master.<parameter>` for 16 bits"""
     rng: dict[str, Tensor]
     state: dict[str, Any]
     """JSON values: data cursor, scheduler, weight version …"""

@@ -1,26 +1,67 @@
-"""AdamW, and a step that an unusable gradient skips."""
+"""AdamW in float32 whatever the weights are in, and a step that an unusable gradient skips.
+
+A step of AdamW moves a weight by about the learning rate. At 1e-6 that is 5e-5 of a weight of 0.02, and bfloat16 keeps
+8 bits: a step of less than 2^-9 of a weight is rounded away. So a weight of 16 bits has a master: a copy in float32,
+which the optimiser steps, and which the weight is rounded from after each step.
+
+Bytes a trained parameter:
+
+    weights of     weight   master   moments   gradient   together
+    bfloat16            2        4         8          4         18
+    float32             4        -         8          4         16
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from npu_vlrl.config import OptimConfig
 
 
 def new_optimizer(parameters: dict[str, nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+    """Steps `parameters`, those of 16 bits through their masters, which begin as the weights are now.
+
+    A weight has one master, that of the newest optimiser. Gradients of several backward passes are added up in float32:
+    in bfloat16 a sum of ones never passes 256.
+    """
+    narrow = [p for p in parameters.values() if p.dtype.itemsize < 4]
+    for weight in narrow:
+        _give_master(weight)
+    optimizer = torch.optim.AdamW(
+        [master(p) for p in parameters.values()],
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        fused=True,
     )
+    if narrow:
+        masters = [master(weight) for weight in narrow]
+        optimizer.register_step_post_hook(lambda *_: _round(narrow, masters))
+    return optimizer
+
+
+def master(parameter: Tensor) -> Tensor:
+    """What the optimiser steps: a float32 tensor of the same shape, or the parameter itself where that is wide."""
+    return getattr(parameter, "master", parameter)
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What a step reads and writes, in the order of the parameters: the same on every rank.
+
+    The `.grad` of each is what `step_or_skip` clips, float32 for weights of 16 bits; None where nothing came.
+    """
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def step_or_skip(optimizer: torch.optim.AdamW, max_grad_norm: float, lr: float, skip: bool = False) -> float | None:
     """Steps with the clipped gradients, and forgets them; returns their norm before clipping.
 
-    None, and no change of the weights, when `skip` is set or the norm is not finite.
+    None, and no change of weights and masters, when `skip` is set or the norm is not finite.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    norm = torch.nn.utils.clip_grad_norm_(stepped(optimizer), max_grad_norm)
     usable = not skip and bool(torch.isfinite(norm))
     if usable:
         for group in optimizer.param_groups:
@@ -28,3 +69,33 @@ def step_or_skip(optimizer: torch.optim.AdamW, max_grad_norm: float, lr: float, 
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(norm) if usable else None
+
+
+def _give_master(weight: nn.Parameter) -> None:
+    if not hasattr(weight, "master"):
+        # as soon as a backward pass is done with a weight: 16 bits of gradient exist for one weight at a time
+        weight.register_post_accumulate_grad_hook(_widen_gradient)
+    weight.master = weight.detach().float().requires_grad_()  # type: ignore[attr-defined]
+
+
+def _widen_gradient(weight: Tensor) -> None:
+    """Adds the gradient of one backward pass to the master's."""
+    wide = master(weight)
+    assert weight.grad is not None and wide is not weight
+    if wide.grad is None:
+        wide.grad = weight.grad.float()
+    else:
+        wide.grad.add_(weight.grad)
+    weight.grad = None
+
+
+@torch.no_grad()
+def _round(weights: Iterable[nn.Parameter], masters: Iterable[Tensor]) -> None:
+    """Rounds the masters that were stepped into their weights, in the memory where engines and graphs read them."""
+    pairs = list(zip(weights, masters, strict=True))
+    assert all(master(weight) is wide for weight, wide in pairs), "a newer optimiser has these weights"
+    moved = [(weight, wide) for weight, wide in pairs if wide.grad is not None]
+    if moved:
+        torch._foreach_copy_([weight for weight, _ in moved], [wide for _, wide in moved])
+        # what writes lists of tensors need not count it, and only what counts is sent to engines (sync/weights.py)
+        torch.autograd.graph.increment_version([weight for weight, _ in moved])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,21 @@ def plan(samples: Sequence[Sample], max_tokens: int, placeholder: int | None) ->
     A group stays together, so that what its members share is computed once; only one that is too large is divided,
     between members that share least. Best fit, largest first. A sample over `max_tokens` stands alone.
     """
+    return plan_ranks(samples, max_tokens, placeholder, 1, lambda members, tree: tree.bounds[-1])[0]
+
+
+def plan_ranks(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    placeholder: int | None,
+    ranks: int,
+    cost: Callable[[Sequence[Sample], Tree], float],
+) -> list[list[list[int]]]:
+    """For each rank its micro-batches, as of `plan`. All ranks have as many: what has nothing left to do gets empty
+    ones, for every rank must take part in what all do together.
+
+    What stays together goes to a rank as a whole; `cost` says how much work it is, by its samples and their tree.
+    """
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.group, []).append(index)
@@ -64,8 +79,27 @@ def plan(samples: Sequence[Sample], max_tokens: int, placeholder: int | None) ->
     units: list[list[int]] = []
     for members in groups.values():
         units += [[members[i] for i in unit] for unit in divide([keys[i] for i in members], max_tokens)]
-    sizes = [share([keys[i] for i in unit]).n_tokens for unit in units]
-    return [sorted(i for unit in chosen for i in units[unit]) for chosen in fit(sizes, max_tokens)]
+    trees = [share([keys[i] for i in unit]).tree for unit in units]
+    costs = [cost([samples[i] for i in unit], tree) for unit, tree in zip(units, trees, strict=True)]
+    planned = []
+    for mine in balance(costs, ranks):
+        bins = fit([trees[unit].bounds[-1] for unit in mine], max_tokens)
+        planned.append([sorted(i for place in chosen for i in units[mine[place]]) for chosen in bins])
+    agreed = max(map(len, planned))
+    return [batches + [[]] * (agreed - len(batches)) for batches in planned]
+
+
+def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Indices of what each rank takes: the costliest first, each to the rank that has least (Graham 1969, "Bounds on
+    multiprocessing timing anomalies": the most that one takes is within 4/3 of the best possible).
+    """
+    taken: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0.0] * ranks
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        least = min(range(ranks), key=lambda rank: load[rank])
+        taken[least].append(index)
+        load[least] += costs[index]
+    return [sorted(indices) for indices in taken]
 
 
 def fit(sizes: Sequence[int], room: int) -> list[list[int]]:
@@ -145,6 +179,36 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
         advantages_N=on_device([credit.advantages_N for credit in credits]).float(),
         returns_N=on_device([credit.returns_N for credit in credits]).float(),
         critic_N=on_device([credit.critic_N for credit in credits]),
+    )
+
+
+def idle(like: Sample, policy: Policy) -> MicroBatch:
+    """One token of which nothing is asked: its loss is 0, and so is every gradient, yet all layers run.
+
+    `like`: a sample of the batch; the arrays that it has are there, and empty.
+    """
+    device = policy.device
+    none, nowhere = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    never = torch.zeros(0, dtype=torch.bool, device=device)
+    scores = like.scores
+    return MicroBatch(
+        sample_ids=(),
+        token_ids_T=torch.tensor([like.token_ids[-1]], device=device),
+        position_ids_3T=torch.zeros(3, 1, dtype=torch.int64, device=device),
+        tree=Tree.of_sequences([0, 1]),
+        images=(),
+        image_order=(),
+        before_N=nowhere,
+        target_ids_N=nowhere,
+        sample_N=nowhere,
+        sampled_N=never,
+        behaviour_N=none,
+        proximal_N=None if scores.proximal_N is None else none,
+        reference_N=None if scores.reference_N is None else none,
+        values_N=None if scores.values_N is None else none,
+        advantages_N=none,
+        returns_N=none,
+        critic_N=never,
     )
 
 

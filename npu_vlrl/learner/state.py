@@ -14,10 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import Checkpoint, CheckpointError
+from npu_vlrl.learner.optimizer import master
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MASTER = "master"
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -32,21 +34,24 @@ def save_learner(
 ) -> Path:
     """Writes a checkpoint with the trained weights, the optimiser, the random states and `state` (JSON values).
 
+    The masters of weights of 16 bits are part of the optimiser: a weight does not tell what it was rounded from.
+
     Frozen weights are those of `model.path` and are not written. Vision features are forgotten, so that a run that goes
     on computes what a resumed one does, bit by bit.
     """
     learner.forget_features()
     trained = _trained(learner)
-    moments = {
-        f"{moment}.{name}": optimizer.state[p][moment]
+    stepped = {
+        f"{moment}.{name}": optimizer.state[master(p)][moment]
         for name, (p, optimizer) in trained.items()
         for moment in MOMENTS
-        if p in optimizer.state
+        if master(p) in optimizer.state
     }
+    masters = {f"{MASTER}.{name}": master(p) for name, (p, _) in trained.items() if master(p) is not p}
     content = Checkpoint(
         step,
         weights={name: p for name, (p, _) in trained.items()},
-        optimizer=moments,
+        optimizer=stepped | masters,
         rng={"torch": torch.get_rng_state(), "device": platform.rng_state()},
         state={"updates": learner.updates, "skipped": learner.skipped, **state},
     )
@@ -56,17 +61,20 @@ def save_learner(
 def load_learner(path: Path, learner: Learner, platform: Platform) -> tuple[int, dict[str, Any]]:
     """Restores what `save_learner` wrote; returns (steps done, state).
 
+    The run that wrote it may have had weights of another dtype. Masters that it had none of begin as its weights.
     Raises CheckpointError when the checkpoint belongs to another model, naming what differs.
     """
     content = checkpoint.load(path, learner.policy.device)
     trained = _trained(learner)
     _check_names(path, content.weights, {name: p for name, (p, _) in trained.items()})
     for name, (parameter, optimizer) in trained.items():
+        stepped = master(parameter)
         with torch.no_grad():
-            parameter.copy_(content.weights[name])
-        moments = {m: content.optimizer[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in content.optimizer}
+            stepped.copy_(content.optimizer.get(f"{MASTER}.{name}", content.weights[name]))
+            parameter.copy_(stepped)
+        moments = {m: _wide(content.optimizer[f"{m}.{name}"]) for m in MOMENTS if f"{m}.{name}" in content.optimizer}
         if moments:
-            optimizer.state[parameter] = moments
+            optimizer.state[stepped] = moments
     torch.set_rng_state(content.rng["torch"])
     platform.set_rng_state(content.rng["device"])
     learner.updates = content.state.pop("updates")
@@ -99,6 +107,11 @@ def _trained(learner: Learner) -> dict[str, tuple[torch.nn.Parameter, torch.opti
     if learner.critic is not None:
         found |= {name: (p, learner.critic.optimizer) for name, p in learner.critic.parameters.items()}
     return found
+
+
+def _wide(moment: Tensor) -> Tensor:
+    """In 16 bits they come from a run of the time before masters."""
+    return moment.to(torch.promote_types(moment.dtype, torch.float32))
 
 
 def _check_names(path: Path, saved: dict[str, Tensor], here: dict[str, torch.nn.Parameter]) -> None:

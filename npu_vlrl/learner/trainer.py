@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
+from npu_vlrl.hardware import Platform, select
 from npu_vlrl.kernels.table import op
+from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.learner.algorithm import Algorithm
 from npu_vlrl.learner.critic import Critic
+from npu_vlrl.learner.flops import seen_pairs
 from npu_vlrl.learner.loss import policy_loss, reduce_metrics, reduce_value_metrics, token_weights
+from npu_vlrl.learner.meter import Meter
 from npu_vlrl.learner.optimizer import new_optimizer, step_or_skip
-from npu_vlrl.learner.pack import MicroBatch, collate, plan
+from npu_vlrl.learner.pack import MicroBatch, collate, idle, plan_ranks
+from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.schedule import learning_rate
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
@@ -44,20 +49,24 @@ class Learner:
         temperature: float,
         total_steps: int,
         critic: CriticConfig | None = None,
+        ranks: Ranks | None = None,
+        platform: Platform | None = None,
     ) -> None:
-        """`temperature` is that of the rollouts; `total_steps` is the number of calls of `step` in the whole run."""
+        """`temperature` is that of the rollouts; `total_steps` is the number of calls of `step` in the whole run.
+
+        Of several `ranks` each is given all samples, computes its share, and ends with the results of all. `platform`
+        is that of the policy's device, and else the selected one.
+        """
         self.policy = policy
         self.vision = vision
         self.config = config
         self.algorithm = algorithm
         self.optim = optim
+        self.ranks = ranks or Ranks()
+        self.meter = Meter(platform or select(), self.ranks, optim.micro_batch_tokens)
         self.temperature = temperature
         self.total_updates = total_steps * config.updates * config.epochs
         self.updates = 0
-        self.tokens_referenced = 0
-        """Tokens of the samples that went through the layers so far, each pass counted."""
-        self.tokens_computed = 0
-        """Of these, what is left when a beginning that samples of a micro-batch share counts once."""
         self.skipped: list[str] = []
         """Samples whose update was left out because something was not finite."""
         self.parameters = policy.trainable()
@@ -76,27 +85,49 @@ class Learner:
             self.critic = Critic(policy, vision, critic, optim, self._hidden)
         self._critic_warmup = critic.warmup_steps * config.updates * config.epochs
 
+    @property
+    def tokens_referenced(self) -> float:
+        """Tokens of the samples that went through the layers of this rank so far, each pass counted."""
+        return self.meter.counts.tokens_referenced
+
+    @property
+    def tokens_computed(self) -> float:
+        """Of these, what is left when a beginning that samples of a micro-batch share counts once."""
+        return self.meter.counts.tokens_computed
+
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with what the algorithm asks of the reference, of the critic and of the policy as it is now."""
+        """The samples with what the algorithm asks of the reference, of the critic and of the policy as it is now.
+
+        Raises LearnerError when ranks were given different samples.
+        """
+        self._check_ranks(samples)
         self.policy.model.train()
         if self.algorithm.with_observations:
             samples = [replace(sample, with_observations=True) for sample in samples]
-        if not self._asked():
+        asked = self._asked()
+        if not asked or not samples:
             return list(samples)
-        found: dict[str, Scores] = {}
+        bounds = np.cumsum([0, *(sample.n_scored for sample in samples)]).tolist()
+        starts = {sample.id: start for sample, start in zip(samples, bounds, strict=False)}
+        found = torch.zeros(len(asked), bounds[-1], dtype=torch.float64)
         for batch in self._micro_batches(samples):
-            scores = self._scores(batch)
-            ends = np.cumsum(torch.bincount(batch.sample_N, minlength=len(batch.sample_ids)).tolist())[:-1]
-            for index, name in enumerate(batch.sample_ids):
-                found[name] = Scores(**{key: np.split(values, ends)[index] for key, values in scores.items()})
-        return [replace(sample, scores=found[sample.id]) for sample in samples]
+            lengths = torch.bincount(batch.sample_N, minlength=len(batch.sample_ids)).tolist()
+            for name, scores in zip(batch.sample_ids, self._scores(batch).split(lengths, dim=1), strict=True):
+                found[:, starts[name] : starts[name] + scores.shape[1]] = scores
+        parts = np.split(self.ranks.sum(found).float().numpy(), bounds[1:-1], axis=1)
+        return [
+            replace(sample, scores=Scores(**dict(zip(asked, part, strict=True))))
+            for sample, part in zip(samples, parts, strict=True)
+        ]
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Trains on a batch with advantages: `updates` mini-batches of whole groups, `epochs` times.
 
         Raises LearnerError, with the weights untouched, when the engine's logprobs of the first mini-batch are not the
-        learner's.
+        learner's, and when ranks were given different samples.
         """
+        self._check_ranks(samples)
+        self.meter.begin()
         self.policy.model.train()
         if any(getattr(sample.scores, name) is None for sample in samples for name in self._asked()):
             samples = self.score(samples)
@@ -119,10 +150,11 @@ class Learner:
                 extra |= {name: math.nan if norm is None else norm for name, norm in norms.items()}
         extra |= {f"critic/{name}": value for name, value in reduce_value_metrics(critic).items() if critic}
         extra["lr"] = self.optimizer.param_groups[0]["lr"]
-        return reduce_metrics(metrics) | extra
+        return reduce_metrics(metrics) | extra | self.meter.metrics()
 
     def supervise(self, samples: Sequence[Sample], lr: float) -> float:
         """One step of maximum likelihood on the trained tokens; returns the mean loss a token, in nats."""
+        self._check_ranks(samples)
         self.policy.model.train()
         tokens = sum(sample.n_trained for sample in samples)
         total = 0.0
@@ -131,8 +163,9 @@ class Learner:
             loss = -logprobs_N.sum() / tokens
             loss.backward()
             total += loss.item()
+        self.ranks.sum_gradients(self.optimizer)
         self._apply(lr)
-        return total
+        return float(self.ranks.sum(torch.tensor(total, dtype=torch.float64)))
 
     def forget_features(self) -> None:
         """Empties the caches of vision features, as they are when a run is resumed.
@@ -143,13 +176,13 @@ class Learner:
             vision.forget()
 
     def _update(self, samples: Sequence[Sample], check_gap: bool) -> tuple[Metrics, Metrics, dict[str, float | None]]:
-        """Metrics of each micro-batch, of the policy and of the critic, and the gradients' norms: None when a step was
-        skipped. While the critic warms up the policy takes no step.
+        """Metrics of all ranks' micro-batches, of the policy and of the critic, and the gradients' norms: None when a
+        step was skipped. While the critic warms up the policy takes no step.
         """
         learns = self.updates >= self._critic_warmup or self.critic is None
         metrics: Metrics = []
         critic_metrics: Metrics = []
-        bad: list[str] = []
+        bad: set[str] = set()
         total = critic_total = 0.0
         tokens = sum(sample.n_trained if self.algorithm.loss_mask else sample.n_scored for sample in samples)
         states = sum(int(sample.credit.critic_N.sum()) for sample in samples if sample.credit is not None)
@@ -157,7 +190,7 @@ class Learner:
             with torch.set_grad_enabled(learns):
                 hidden_NH = self._hidden(batch, self.policy, self.vision)
                 loss, new, finite_N = self._policy_loss(batch, hidden_NH, tokens, len(samples))
-            bad += [batch.sample_ids[i] for i in batch.sample_N[~finite_N].unique().tolist()]
+            bad |= {batch.sample_ids[i] for i in batch.sample_N[~finite_N].unique().tolist()}
             total += loss.item()
             metrics.append(new)
             together = self.critic is not None and self.critic.shared
@@ -168,18 +201,25 @@ class Learner:
                 critic_total += value_loss.item()
                 critic_metrics.append(new)
                 (loss + value_loss if learns and together else value_loss).backward()
+        metrics, critic_metrics = self.ranks.gather_metrics(metrics), self.ranks.gather_metrics(critic_metrics)
         if check_gap:
             self._check_gap(metrics)
+        # what one rank could not compute, all of them skip
+        told = [total, critic_total, *(float(sample.id in bad) for sample in samples)]
+        total, critic_total, *flags = self.ranks.sum(torch.tensor(told, dtype=torch.float64)).tolist()
+        named = [sample.id for sample, flag in zip(samples, flags, strict=True) if flag]
         # the gradient of a loss that is not finite may well be: a clamp passes none of it on
-        skip = bool(bad) or not math.isfinite(total)
+        skip = bool(named) or not math.isfinite(total)
         norms: dict[str, float | None] = {}
         if self.critic is not None:
+            self.ranks.sum_gradients(self.critic.optimizer)
             norms["critic/grad_norm"] = self.critic.apply(skip or not math.isfinite(critic_total))
         if learns:
+            self.ranks.sum_gradients(self.optimizer)
             norms["grad_norm"] = self._apply(learning_rate(self.optim, self.updates, self.total_updates), skip)
         self.updates += 1
         if None in norms.values():
-            self.skipped += bad or [sample.id for sample in samples]
+            self.skipped += named or [sample.id for sample in samples]
         return metrics, critic_metrics, norms
 
     def _policy_loss(
@@ -233,15 +273,29 @@ class Learner:
         return step_or_skip(self.optimizer, self.optim.max_grad_norm, lr, skip)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        planned = plan(samples, self.optim.micro_batch_tokens, self.policy.special.image)
-        batches = [collate([samples[i] for i in indices], self.policy) for indices in planned]
-        self.tokens_referenced += sum(map(len, samples))
-        self.tokens_computed += sum(len(batch.token_ids_T) for batch in batches)
+        """Those of this rank; every rank has as many."""
+        budget, placeholder = self.optim.micro_batch_tokens, self.policy.special.image
+        planned = plan_ranks(samples, budget, placeholder, self.ranks.size, self._cost)[self.ranks.rank]
+        batches = [
+            collate([samples[i] for i in indices], self.policy) if indices else idle(samples[0], self.policy)
+            for indices in planned
+        ]
+        self.meter.planned(batches, sum(len(samples[i]) for indices in planned for i in indices))
         return batches
+
+    def _cost(self, samples: Sequence[Sample], tree: Tree) -> float:
+        """What an update on samples takes: the same number on every rank, whatever features it has kept."""
+        model = self.meter.flops(self.policy)
+        images = {image.image.hash: image for sample in samples for image in sample.images}
+        scored = sum(sample.n_scored for sample in samples)
+        layers = model.layers(tree.bounds[-1], seen_pairs(tree), train=True)
+        return layers + model.head(scored, train=True) + model.tower(list(images.values()), train=True)
 
     def _hidden(self, batch: MicroBatch, policy: Policy, vision: VisionFeatures) -> Tensor:
         """Hidden states [N, hidden] that predict the scored tokens."""
+        before = vision.referenced, vision.encoded
         features = vision.differentiable(batch.images)
+        self.meter.layers(policy, batch, vision, before)
         hidden_TH = policy.hidden_packed(
             batch.token_ids_T, batch.position_ids_3T, batch.tree, [features[i] for i in batch.image_order]
         )
@@ -257,14 +311,13 @@ class Learner:
         """
 
         def of(at: Tensor | slice, forbidden_V: Tensor | None) -> tuple[Tensor, Tensor]:
-            return op("logprob_entropy")(
-                hidden_NH[at],
-                policy.head_weight,
-                batch.target_ids_N[at],
-                temperature,
-                forbidden_V,
-                self.optim.logprob_chunk,
-            )
+            hidden, targets = hidden_NH[at], batch.target_ids_N[at]
+            if not len(targets):  # kernels need a row; the result is still tied to the layers
+                return hidden.sum(1), hidden.sum(1)
+            chunk = self.optim.logprob_chunk
+            return op("logprob_entropy")(hidden, policy.head_weight, targets, temperature, forbidden_V, chunk)
+
+        self.meter.head(policy, len(batch.target_ids_N))
 
         if not self.algorithm.with_observations:
             return of(slice(None), policy.forbidden_V)
@@ -288,16 +341,27 @@ class Learner:
         return [name for name, wanted in asked.items() if wanted]
 
     @torch.no_grad()
-    def _scores(self, batch: MicroBatch) -> dict[str, np.ndarray]:
-        asked, found = self._asked(), {}
-        if "proximal_N" in asked:
-            found["proximal_N"], _ = self._score(batch, self.policy, self.vision, self.temperature)
-        if self.reference is not None:
-            with self.policy.without_adapter() if self.policy.has_adapter else nullcontext():
-                found["reference_N"], _ = self._score(batch, self.reference, self._reference_vision, self.temperature)
-        if self.critic is not None:
-            found["values_N"] = self.critic.values(batch)
-        return {name: values.float().cpu().numpy() for name, values in found.items()}
+    def _scores(self, batch: MicroBatch) -> Tensor:
+        """float32 on the host: a row [N] for each of `_asked`."""
+        found = []
+        for name in self._asked():
+            if name == "proximal_N":
+                found.append(self._score(batch, self.policy, self.vision, self.temperature)[0])
+            elif name == "reference_N":
+                assert self.reference is not None
+                with self.policy.without_adapter() if self.policy.has_adapter else nullcontext():
+                    found.append(self._score(batch, self.reference, self._reference_vision, self.temperature)[0])
+            else:
+                assert self.critic is not None
+                found.append(self.critic.values(batch))
+        return torch.stack([values.float() for values in found]).cpu()
+
+    def _check_ranks(self, samples: Sequence[Sample]) -> None:
+        if not self.ranks.have_the_same(samples):
+            raise LearnerError(
+                f"rank {self.ranks.rank} of {self.ranks.size} was given other samples or advantages than another rank; "
+                "play the episodes once, and give all ranks the same samples"
+            )
 
     def _check_gap(self, metrics: Sequence[dict[str, Tensor]]) -> None:
         # not max() over all: NaN would hide the gap of another micro-batch; an update with NaN is skipped later

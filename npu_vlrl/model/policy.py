@@ -6,15 +6,14 @@ Positions and masks are always explicit; nothing of the model's own decoding sta
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
+from npu_vlrl.kernels.kept import Kept
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.types import SpecialTokens
 
@@ -38,7 +37,6 @@ class Policy:
         self.text: Any = getattr(self.core, "language_model", self.core)
         self.vision: Any = getattr(self.core, "visual", None)
         """None for a text-only model."""
-        self._cache_name = "cache" if "cache" in inspect.signature(self.text.forward).parameters else "past_key_values"
         head = self.head_weight
         forbidden = torch.zeros(head.shape[0], dtype=torch.bool)
         forbidden[sorted(special.placeholders)] = True
@@ -53,6 +51,13 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return self.head_weight.device
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """Layers, key heads and their width."""
+        config = self.text.config
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_hidden_layers, config.num_key_value_heads, width
 
     @property
     def vision_is_frozen(self) -> bool:
@@ -75,55 +80,34 @@ class Policy:
         self, token_ids_T: Tensor, positions_3T: Tensor, tree: Tree, features: Sequence[Tensor]
     ) -> Tensor:
         """Hidden states [T, hidden] of packed sequences; attention stays inside each of them."""
-        return self._forward(token_ids_T[None], positions_3T[:, None], features, None, None, {"tree": tree})[0]
+        return self._forward(token_ids_T, positions_3T, features, tree=tree)
 
-    def hidden_cached(
-        self,
-        token_ids_BQ: Tensor,
-        positions_3BQ: Tensor,
-        features: Sequence[Tensor],
-        mask_BQK: Tensor,
-        cache: DynamicCache,
+    def hidden_continued(
+        self, token_ids_T: Tensor, positions_3T: Tensor, kept: Kept, features: Sequence[Tensor]
     ) -> Tensor:
-        """Hidden states [B, Q, hidden] of tokens that continue `cache`, which grows by them.
-
-        `mask_BQK` is True where a query may attend.
-        """
-        return self._forward(token_ids_BQ, positions_3BQ, features, mask_BQK[:, None], cache, {})
+        """Hidden states [T, hidden] of packed tokens that continue rows of kept keys and values, which grow by them."""
+        return self._forward(token_ids_T, positions_3T, features, kept=kept)
 
     def _forward(
-        self,
-        token_ids_BT: Tensor,
-        positions_3BT: Tensor,
-        features: Sequence[Tensor],
-        mask: Tensor | None,
-        cache: DynamicCache | None,
-        packing: dict[str, Tree],
+        self, token_ids_T: Tensor, positions_3T: Tensor, features: Sequence[Tensor], **packing: Tree | Kept
     ) -> Tensor:
-        embeds = self.base.get_input_embeddings()(token_ids_BT)
+        embeds_TH = self.base.get_input_embeddings()(token_ids_T)
         extra: dict[str, Any] = dict(packing)
         if features:
-            hidden = embeds.shape[-1]
-            seen = torch.eq(token_ids_BT, self.special.image or -1)
-            slots = seen.flatten().nonzero()[:, 0]
-            rows = torch.cat(list(features)).to(embeds.dtype)
+            hidden = embeds_TH.shape[-1]
+            seen_T = torch.eq(token_ids_T, self.special.image or -1)
+            slots = seen_T.nonzero()[:, 0]
+            rows = torch.cat(list(features)).to(embeds_TH.dtype)
             if len(rows) != len(slots):
                 raise ValueError(f"{len(slots)} image placeholder tokens, but features of {len(rows)}")
             # index_copy, not a boolean mask: boolean index_put is unsafe on some accelerators
-            embeds = embeds.flatten(0, 1).index_copy(0, slots, rows[:, :hidden]).view_as(embeds)
+            embeds_TH = embeds_TH.index_copy(0, slots, rows[:, :hidden])
             if rows.shape[1] > hidden:
-                extra["visual_pos_masks"] = seen
+                extra["visual_pos_masks"] = seen_T[None]
                 extra["deepstack_visual_embeds"] = list(rows[:, hidden:].split(hidden, dim=1))
-        positions = positions_3BT if self.vision is not None else positions_3BT[0]
-        output = self.text(
-            inputs_embeds=embeds,
-            position_ids=positions,
-            attention_mask=mask,
-            use_cache=cache is not None,
-            **{self._cache_name: cache},
-            **extra,
-        )
-        return output.last_hidden_state
+        positions = positions_3T[:, None] if self.vision is not None else positions_3T[:1]
+        output = self.text(inputs_embeds=embeds_TH[None], position_ids=positions, use_cache=False, **extra)
+        return output.last_hidden_state[0]
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from npu_vlrl.types import SegmentKind, Trajectory
 
-SHOWN = ("reward", "first_try_accuracy", "solved", "turns", "entropy", "kl", "logprob_gap", "seconds")
+SHOWN = ("reward", "first_try_accuracy", "solved", "turns", "entropy", "kl", "logprob_gap", "update/mfu", "seconds")
 
 
 class ConsoleReport:

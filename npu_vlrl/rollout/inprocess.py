@@ -1,28 +1,37 @@
 """The engine that samples from a policy of its own process.
 
 In the learner's process it shares the learner's weights, so nothing can be stale; in an engine process it has a copy.
-Prompts that are equal (the members of a group) are prefilled once and expanded; a later turn continues from the keys
-and values of the turn before.
+Prompts that are equal (the members of a group) are computed once and copied; a later turn continues from the keys and
+values of the turn before. Where the device can record work, a step of decoding is recorded for each size of batch and
+replayed, and the host looks at what was drawn every few steps only.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from npu_vlrl.hardware.base import Recorder
+from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout.kv import BatchCache, RowCache
+from npu_vlrl.rollout.batch import Batch
+from npu_vlrl.rollout.kv import KeyValues, RowCache
 from npu_vlrl.rollout.rounds import Outcome, Request, RoundEngine
-from npu_vlrl.rollout.sampling import draw, processed_logprobs, uniforms
 from npu_vlrl.types import Generation, ImageInput, StopReason
+
+PREFILL_TOKENS = 16384
+"""Prompts are computed together up to so many tokens, which bounds the memory of their hidden states."""
+
+UNSEEN_STEPS = 8
+"""So many recorded steps run before the host looks who has finished: it costs those who have a few steps in vain."""
 
 
 @dataclass(eq=False)
@@ -32,38 +41,46 @@ class _Turn:
     request: Request
     cached: RowCache | None
     """What the session's turn before left behind, if this one continues it."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     outcome: Outcome | None = None
+    next_position: int = field(default=0)
+    """Rotary position of the first new token."""
 
     def work(self) -> object:
         """Turns with equal work are prefilled together: same tokens, same pictures, nothing cached."""
         return self.request.prompt() if self.cached is None else self
 
     @property
+    def n_context(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
     def n_cached(self) -> int:
         return len(self.cached.token_ids) if self.cached else 0
 
-
-@dataclass
-class _Rows:
-    """What decoding needs to know of each row; all have the same length."""
-
-    turns: list[_Turn]
-    hidden_BH: Tensor
-    """Hidden state that predicts the next token."""
-    next_position_B: Tensor
-    greedy_B: Tensor
-    uniforms_BN: Tensor
+    @property
+    def room(self) -> int:
+        return self.n_context + self.request.sampling.max_new_tokens
 
 
 class InProcessEngine(RoundEngine):
     """See `types.Engine`."""
 
-    def __init__(self, policy: Policy, vision: VisionFeatures) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        vision: VisionFeatures,
+        cache_bytes: int = 2**34,
+        new_recorder: Callable[[], Recorder | None] = lambda: None,
+    ) -> None:
+        """`cache_bytes` bounds the keys and values of the rows that are decoded, and again those that are kept between
+        turns: what finds no room waits, or is computed again. `new_recorder`: see `hardware.Platform.recorder`.
+        """
         super().__init__()
         self.policy = policy
         self.vision = vision
+        self.cache_bytes = cache_bytes
+        self.new_recorder = new_recorder
+        self._batch: Batch | None = None
         self._caches: dict[int, RowCache] = {}
         """By session."""
 
@@ -89,6 +106,7 @@ class InProcessEngine(RoundEngine):
         try:
             self._generate(turns)
         except Exception as error:
+            self._batch = None
             for turn in turns:
                 turn.outcome = turn.outcome or error
         return [turn.outcome for turn in turns if turn.outcome is not None]
@@ -109,128 +127,145 @@ class InProcessEngine(RoundEngine):
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
-            fresh = [turn for turn in turns if turn.cached is None]
-            continued = [turn for turn in turns if turn.cached is not None]
-            for batch in filter(None, (fresh, continued)):
-                self._decode(*self._prefill(batch))
+            for wave in self._waves(turns):
+                batch = self._batch_for(wave)
+                rows = self._prefill(batch, wave)
+                self._decode(batch, rows)
         finally:
             self.policy.model.train(was_training)
 
-    def _prefill(self, turns: list[_Turn]) -> tuple[BatchCache, _Rows]:
+    def _waves(self, turns: list[_Turn]) -> Iterator[list[_Turn]]:
+        """Turns that are decoded together: as many as `cache_bytes` has room for."""
+        room = max(turn.room for turn in turns)
+        rows = max(1, self.cache_bytes // (room * KeyValues.bytes_per_token(self.policy)))
+        for start in range(0, len(turns), rows):
+            yield turns[start : start + rows]
+
+    def _batch_for(self, turns: list[_Turn]) -> Batch:
+        """The batch of before where it has room enough, since what was recorded holds its addresses."""
+        rows, room = len(turns), max(turn.room for turn in turns)
+        new_tokens = max(turn.request.sampling.max_new_tokens for turn in turns)
+        known = self._batch
+        if known is None or known.rows < rows or known.room < room or known.new_tokens < new_tokens:
+            self._batch = known = None  # first frees the memory
+            self._batch = Batch(self.policy, rows, -(-room // 128) * 128, new_tokens, self.new_recorder())
+        assert self._batch is not None
+        return self._batch
+
+    # --- prefill ---
+
+    def _prefill(self, batch: Batch, turns: list[_Turn]) -> list[_Turn]:
+        """Computes each distinct context once and draws the first tokens; returns the turns in their rows."""
         shared: dict[object, list[_Turn]] = defaultdict(list)
         for turn in turns:
             shared[turn.work()].append(turn)
         firsts = [members[0] for members in shared.values()]
-        device = self.policy.device
-        cache = BatchCache([turn.cached for turn in firsts], device)
-        news = [len(turn.request.token_ids) - turn.n_cached for turn in firsts]
-        ids = np.zeros((len(firsts), max(news)), dtype=np.int64)
-        positions = np.zeros((3, len(firsts), max(news)), dtype=np.int64)
+        rows, owners = list(firsts), list(range(len(firsts)))
+        hidden = torch.cat([self._compute(batch, firsts, chunk) for chunk in _chunks(firsts)])
+        for row, members in enumerate(shared.values()):
+            batch.kv.repeat(row, members[0].n_context, range(len(rows), len(rows) + len(members) - 1))
+            rows += members[1:]
+            owners += [row] * (len(members) - 1)
+        for turn, owner in zip(rows, owners, strict=True):
+            turn.next_position = firsts[owner].next_position
+        batch.begin(
+            [turn.request.sampling for turn in rows],
+            [turn.n_context for turn in rows],
+            [turn.next_position for turn in rows],
+        )
+        batch.draw(hidden[torch.tensor(owners, device=hidden.device)])
+        self.counts.tokens_requested += sum(turn.n_context for turn in turns)
+        self.counts.tokens_prefilled += sum(turn.n_context - turn.n_cached for turn in firsts)
+        return rows
+
+    def _compute(self, batch: Batch, firsts: list[_Turn], chunk: range) -> Tensor:
+        """Puts the contexts of some of the first rows into them; returns the hidden states at their ends."""
+        turns, device = [firsts[row] for row in chunk], self.policy.device
+        ids, positions = [], []
         images: list[ImageInput] = []
-        next_positions = []
-        for row, (turn, new) in enumerate(zip(firsts, news, strict=True)):
+        for row, turn in zip(chunk, turns, strict=True):
             request = turn.request
-            all_positions = rotary_positions(
+            places = rotary_positions(
                 request.token_ids, request.images, self.policy.special.image, self.policy.merge_size
             )
-            ids[row, :new] = request.token_ids[turn.n_cached :]
-            positions[:, row, :new] = all_positions[:, turn.n_cached :]
-            next_positions.append(int(all_positions.max()) + 1)
+            turn.next_position = int(places.max()) + 1
+            ids.append(np.asarray(request.token_ids[turn.n_cached :]))
+            positions.append(places[:, turn.n_cached :])
             images += request.images[len(turn.cached.images) if turn.cached else 0 :]
-        valid = torch.arange(max(news), device=device) < torch.tensor(news, device=device)[:, None]
-        hidden = self.policy.hidden_cached(
-            torch.from_numpy(ids).to(device),
-            torch.from_numpy(positions).to(device),
+            if turn.cached is not None:
+                batch.kv.load(row, turn.cached)
+        lengths = [turn.n_context for turn in turns]
+        rows = Rows.of(
+            torch.tensor(lengths, dtype=torch.int32, device=device), list(map(len, ids)), batch.room, max(lengths)
+        )
+        hidden_TH = self.policy.hidden_continued(
+            torch.from_numpy(np.concatenate(ids)).to(device),
+            torch.from_numpy(np.concatenate(positions, 1)).to(device),
+            batch.kv.kept(rows, chunk.start),
             self.vision.fixed(images),
-            cache.mask_for(valid),
-            cache.cache,
         )
-        last = hidden[torch.arange(len(firsts), device=device), torch.tensor(news, device=device) - 1]
-        self.counts.tokens_requested += sum(len(turn.request.token_ids) for turn in turns)
-        self.counts.tokens_prefilled += sum(news)
-        return self._expand(cache, last, next_positions, list(shared.values()))
+        return hidden_TH[rows.starts_q[1:] - 1]
 
-    def _expand(
-        self, cache: BatchCache, last_BH: Tensor, next_positions: list[int], shared: list[list[_Turn]]
-    ) -> tuple[BatchCache, _Rows]:
-        turns = [turn for members in shared for turn in members]
-        params = [turn.request.sampling for turn in turns]
-        owners = [row for row, members in enumerate(shared) for _ in members]
-        device = last_BH.device
-        rows = torch.tensor(owners, device=device)
-        if len(turns) > len(shared):
-            cache.select(rows)
-        random = torch.zeros(len(turns), max(one.max_new_tokens for one in params))
-        for row, one in enumerate(params):
-            random[row, : one.max_new_tokens] = uniforms(one)
-        return cache, _Rows(
-            turns,
-            last_BH[rows],
-            torch.tensor(next_positions, device=device)[rows],
-            torch.tensor([one.temperature == 0 for one in params], device=device),
-            random.to(device),
+    # --- decoding ---
+
+    def _decode(self, batch: Batch, rows: list[_Turn]) -> None:
+        """Steps until no turn runs; turns that have ended leave the batch."""
+        done = 1
+        while rows := self._settle(batch, rows):
+            left = max(turn.request.sampling.max_new_tokens for turn in rows) - done
+            for _ in range(min(UNSEEN_STEPS, left) if batch.recorder else 1):
+                batch.step(len(rows), min(batch.room, max(turn.n_context for turn in rows) + done))
+                done += 1
+
+    def _settle(self, batch: Batch, rows: list[_Turn]) -> list[_Turn]:
+        """Answers the turns that have ended; returns those that still run, in their rows."""
+        running = batch.running_B[: len(rows)].tolist()
+        ended = [row for row, runs in enumerate(running) if not runs]
+        if ended:
+            at = torch.tensor(ended, device=self.policy.device)
+            found = (x[at].tolist() for x in (batch.drawn_B, batch.ids_BN, batch.logprobs_BN))
+            for row, count, ids, logprobs in zip(ended, *found, strict=True):
+                self._answer(batch, row, rows[row], tuple(ids[:count]), tuple(logprobs[:count]))
+        left = sum(running)
+        holes = [row for row in ended if row < left]
+        late = [row for row, runs in enumerate(running) if runs and row >= left]
+        for hole, row in zip(holes, late, strict=True):
+            batch.move(row, hole)
+            rows[hole] = rows[row]
+        return rows[:left]
+
+    def _answer(self, batch: Batch, row: int, turn: _Turn, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
+        request = turn.request
+        self._caches.pop(request.session, None)
+        if not math.isfinite(logprobs[-1]):
+            self._batch = None  # its keys and values may hold what is not a number
+            turn.outcome = ValueError(
+                f"token {len(ids)} of this turn has the log-probability {logprobs[-1]}: the model's output is not "
+                "finite; check its weights, or use model.dtype=float32"
+            )
+            return
+        kept = sum(cache.n_bytes for cache in self._caches.values())
+        held = request.token_ids + ids[:-1]
+        if kept + len(held) * KeyValues.bytes_per_token(self.policy) <= self.cache_bytes:
+            self._caches[request.session] = batch.kv.save(row, held, request.images)
+        self.counts.turns += 1
+        self.counts.tokens_decoded += len(ids)
+        ended = ids[-1] in self.policy.special.end_of_turn
+        turn.outcome = Generation(
+            ids,
+            logprobs,
+            (self.weight_version,) * len(ids),
+            StopReason.END_OF_TURN if ended else StopReason.TURN_BUDGET,
         )
 
-    def _decode(self, cache: BatchCache, rows: _Rows) -> None:
-        step = 0
-        while True:
-            logits = rows.hidden_BH @ self.policy.head_weight.T
-            params = [turn.request.sampling for turn in rows.turns]
-            logprobs = processed_logprobs(logits, params, self.policy.forbidden_V)
-            tokens = draw(logprobs, rows.uniforms_BN[:, step], rows.greedy_B)
-            chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-            running = self._record(cache, rows, tokens.tolist(), chosen.tolist())
-            step += 1
-            if not running:
-                return
-            if len(running) < len(rows.turns):
-                keep = torch.tensor(running, device=tokens.device)
-                cache.select(keep)
-                tokens = tokens[keep]
-                rows = _Rows(
-                    [rows.turns[i] for i in running],
-                    rows.hidden_BH,
-                    rows.next_position_B[keep],
-                    rows.greedy_B[keep],
-                    rows.uniforms_BN[keep],
-                )
-            valid = torch.ones(len(running), 1, dtype=torch.bool, device=tokens.device)
-            hidden = self.policy.hidden_cached(
-                tokens[:, None],
-                rows.next_position_B[None, :, None].expand(3, -1, 1),
-                (),
-                cache.mask_for(valid),
-                cache.cache,
-            )
-            rows.hidden_BH = hidden[:, -1]
-            rows.next_position_B = rows.next_position_B + 1
 
-    def _record(self, cache: BatchCache, rows: _Rows, tokens: list[int], logprobs: list[float]) -> list[int]:
-        """Adds one token to every row, answers the finished ones, and returns the indices of the others."""
-        running = []
-        for index, (turn, token, logprob) in enumerate(zip(rows.turns, tokens, logprobs, strict=True)):
-            request = turn.request
-            if not math.isfinite(logprob):
-                self._caches.pop(request.session, None)
-                turn.outcome = ValueError(
-                    f"token {len(turn.ids) + 1} of this turn has the log-probability {logprob}: the model's output is "
-                    "not finite; check its weights, or use model.dtype=float32"
-                )
-                continue
-            turn.ids.append(token)
-            turn.logprobs.append(logprob)
-            ended = token in self.policy.special.end_of_turn
-            if not ended and len(turn.ids) < request.sampling.max_new_tokens:
-                running.append(index)
-                continue
-            held = request.token_ids + tuple(turn.ids[:-1])
-            self._caches[request.session] = cache.row(index, held, request.images)
-            self.counts.turns += 1
-            self.counts.tokens_decoded += len(turn.ids)
-            turn.outcome = Generation(
-                tuple(turn.ids),
-                tuple(turn.logprobs),
-                (self.weight_version,) * len(turn.ids),
-                StopReason.END_OF_TURN if ended else StopReason.TURN_BUDGET,
-            )
-        return running
+def _chunks(turns: Sequence[_Turn]) -> Iterator[range]:
+    """Runs of turns with up to `PREFILL_TOKENS` new tokens; a longer one is alone."""
+    start = tokens = 0
+    for index, turn in enumerate(turns):
+        new = turn.n_context - turn.n_cached
+        if index > start and tokens + new > PREFILL_TOKENS:
+            yield range(start, index)
+            start, tokens = index, 0
+        tokens += new
+    yield range(start, len(turns))

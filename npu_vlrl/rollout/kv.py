@@ -1,67 +1,64 @@
-"""Key-value caches as plain tensors: one a row between turns, one batch while decoding."""
+"""Keys and values: those of a batch at addresses that stay, and those of a session between its turns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
+from npu_vlrl.kernels.kept import Kept, Rows
+from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import ImageInput
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowCache:
     """What a finished turn leaves behind."""
 
     token_ids: tuple[int, ...]
     """The tokens whose keys and values are held."""
-    kv: Tensor
-    """[2 * layers, heads, tokens, head size]; keys and values alternate."""
+    kv_WTKD: Tensor
+    """W = 2 * layers: the keys of all layers, then the values."""
     images: tuple[ImageInput, ...]
     """The pictures behind the placeholders among them."""
 
+    @property
+    def n_bytes(self) -> int:
+        return self.kv_WTKD.numel() * self.kv_WTKD.element_size()
 
-class BatchCache:
-    """A transformers cache of many rows with the mask of its valid columns."""
 
-    def __init__(self, rows: Sequence[RowCache | None], device: torch.device) -> None:
-        """Rows of different length are padded on the left; None is an empty row."""
-        self.cache = DynamicCache()
-        longest = max((len(row.token_ids) for row in rows if row is not None), default=0)
-        self.valid_BK = torch.zeros(len(rows), longest, dtype=torch.bool, device=device)
-        if longest == 0:
-            return
-        sample = next(row.kv for row in rows if row is not None)
-        stacked = sample.new_zeros(sample.shape[0], len(rows), sample.shape[1], longest, sample.shape[3])
-        for index, row in enumerate(rows):
-            if row is not None:
-                length = len(row.token_ids)
-                stacked[:, index, :, longest - length :] = row.kv
-                self.valid_BK[index, longest - length :] = True
-        for layer in range(len(stacked) // 2):
-            self.cache.update(stacked[2 * layer], stacked[2 * layer + 1], layer)
+class KeyValues:
+    """Room for the keys and values of `room` tokens in each of `rows` rows."""
 
-    def mask_for(self, valid_BQ: Tensor) -> Tensor:
-        """Grows the valid columns by the coming ones; returns bool [B, Q, K]: which key each query may attend."""
-        past = self.valid_BK.shape[1]
-        self.valid_BK = torch.cat([self.valid_BK, valid_BQ], dim=1)
-        queries = torch.arange(past, self.valid_BK.shape[1], device=valid_BQ.device)
-        causal = torch.arange(self.valid_BK.shape[1], device=valid_BQ.device) <= queries[:, None]
-        return self.valid_BK[:, None] & causal
+    def __init__(self, policy: Policy, rows: int, room: int) -> None:
+        self.room = room
+        self.layers, heads, width = policy.kv_shape
+        # zeros, since attention may weigh what is beyond a row's length with zero, and that must not be NaN
+        shape = (2 * self.layers, rows, room, heads, width)
+        self.kv_WBLKD = torch.zeros(shape, dtype=policy.head_weight.dtype, device=policy.device)
 
-    def select(self, rows_B: Tensor) -> None:
-        """Keeps (or repeats) the given rows."""
-        self.cache.batch_select_indices(rows_B)
-        self.valid_BK = self.valid_BK[rows_B]
+    @staticmethod
+    def bytes_per_token(policy: Policy) -> int:
+        layers, heads, width = policy.kv_shape
+        return 2 * layers * heads * width * policy.head_weight.element_size()
 
-    def row(self, index: int, token_ids: tuple[int, ...], images: tuple[ImageInput, ...]) -> RowCache:
-        """A copy of one row without its padding."""
-        columns = self.valid_BK[index].nonzero()[:, 0]
-        layers: Any = self.cache.layers
-        parts = [t[index].index_select(1, columns) for layer in layers for t in (layer.keys, layer.values)]
-        assert len(columns) == len(token_ids)
-        return RowCache(token_ids, torch.stack(parts), images)
+    def kept(self, rows: Rows, first: int = 0) -> Kept:
+        """The rows from `first` on, as many as `rows` has."""
+        parts = self.kv_WBLKD[:, first : first + len(rows.lengths_B)].unbind(0)
+        return Kept(parts[: self.layers], parts[self.layers :], rows, rows.slots())
+
+    def load(self, row: int, cache: RowCache) -> None:
+        self.kv_WBLKD[:, row, : len(cache.token_ids)] = cache.kv_WTKD
+
+    def save(self, row: int, token_ids: tuple[int, ...], images: tuple[ImageInput, ...]) -> RowCache:
+        return RowCache(token_ids, self.kv_WBLKD[:, row, : len(token_ids)].clone(), images)
+
+    def repeat(self, row: int, length: int, targets: Sequence[int]) -> None:
+        """Copies the first `length` tokens of a row to other rows."""
+        for target in targets:
+            self.kv_WBLKD[:, target, :length] = self.kv_WBLKD[:, row, :length]
+
+    def move(self, row: int, target: int) -> None:
+        self.kv_WBLKD[:, target] = self.kv_WBLKD[:, row]

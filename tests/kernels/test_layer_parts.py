@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as theirs
 
-from npu_vlrl.kernels import reference
+from npu_vlrl.kernels import cuda, reference
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -103,6 +104,26 @@ def test_add_product_by_hand() -> None:
     total = torch.ones(2, 3)
     reference.add_product(total, torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0, 30.0]]))
     assert total.tolist() == [[11, 21, 31], [21, 41, 61]]
+
+
+@pytest.mark.parametrize("width", [5, 8, 13])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("mlp", [reference.gated_mlp, cuda.gated_mlp])
+def test_a_gated_mlp_by_its_formula(mlp: Callable[..., Tensor], with_bias: bool, width: int) -> None:
+    """Also one that pads: the result and every gradient have the width they would have without."""
+    x, gate, up, down = draw(3, 4), draw(width, 4), 2 * draw(width, 4), draw(4, width)
+    biases = [draw(n) if with_bias else None for n in (width, width, 4)]
+    leaves = [one.requires_grad_() for one in (x, gate, up, down, *biases) if one is not None]
+    maps = zip((gate, up, down), biases, strict=True)
+    found = mlp(x, *maps)
+    a, b = (x @ w.T + (0 if bias is None else bias) for w, bias in zip((gate, up), biases, strict=False))
+    expected = (a / (1 + (-a).exp()) * b) @ down.T + (0 if biases[2] is None else biases[2])
+    torch.testing.assert_close(found, expected)
+    weights = draw(3, 4)
+    for ours, theirs_ in zip(
+        torch.autograd.grad(found, leaves, weights), torch.autograd.grad(expected, leaves, weights), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs_)
 
 
 def test_masked_attention_by_hand() -> None:

@@ -183,6 +183,36 @@ def test_layers_that_only_look_alike_are_left_alone(calls: Counter[str]) -> None
     assert replaced(model) == {"forward": REPLACED["qwen2_5_vl"]["forward"] - 2}
 
 
+def test_an_odd_inner_width_is_padded_where_no_adapter_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gated layers of a tower that is 37 wide; not those of the text, and not one whose parts are wrapped."""
+    kernels.use("cuda")
+    seen: list[int] = []
+
+    def counting(x: Tensor, gate: Any, up: Any, down: Any) -> Tensor:
+        seen.append(len(gate[0]))
+        return table.reference_of("gated_mlp")(x, gate, up, down)
+
+    monkeypatch.setitem(table._table["gated_mlp"], "cuda", counting)
+    try:
+        model, plain = (build("qwen2_5_vl") for _ in range(2))
+        for one in (model, plain):
+            torch.manual_seed(0)
+            for block in one.model.visual.blocks:
+                hidden = block.mlp.gate_proj.in_features
+                block.mlp.gate_proj, block.mlp.up_proj = nn.Linear(hidden, 37), nn.Linear(hidden, 37)
+                block.mlp.down_proj = nn.Linear(37, hidden)
+        wrapped = model.model.visual.blocks[1].mlp
+        wrapped.up_proj = type("Wrapped", (nn.Linear,), {"forward": nn.Linear.forward})(wrapped.up_proj.in_features, 37)
+        wrapped.up_proj.load_state_dict(plain.model.visual.blocks[1].mlp.up_proj.state_dict())
+        attach(model)
+        for ours, theirs_ in zip(model.model.visual.blocks, plain.model.visual.blocks, strict=True):
+            x = torch.randn(6, hidden)
+            torch.testing.assert_close(ours.mlp(x), theirs_.mlp(x))
+        assert seen == [37] * (len(plain.model.visual.blocks) - 1)
+    finally:
+        kernels.use("reference")
+
+
 def test_rotary_takes_what_transformers_gives() -> None:
     """`_rotate_text` and `_rotate_vision` take what transformers' own functions take."""
     q, cos, sin = torch.randn(2, 4, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8)

@@ -1,6 +1,8 @@
 """Micro-batches: every sample once, within the budget, and every tensor what the segments say."""
 
+import itertools
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -9,10 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.learner.pack import MicroBatch, collate, fit, plan
+from npu_vlrl.kernels.tree import Tree
+from npu_vlrl.learner.flops import ModelFlops, seen_pairs
+from npu_vlrl.learner.pack import MicroBatch, balance, collate, fit, idle, plan, plan_ranks
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Image, Sample, Segment, SegmentKind, SpecialTokens
-from tests.support.learning import load, make_learner, plain_model, samples_of, tiny_folder
+from npu_vlrl.workflow.export import export
+from tests.support.learning import load, make_learner, picture, plain_model, samples_of, tiny_folder, trajectory
 from tests.support.trees import last_seer
 
 torch.set_num_threads(1)
@@ -71,6 +76,114 @@ def test_a_group_stays_together_unless_it_is_too_large(loaded: LoadedModel) -> N
     alone = plan(samples, max(sizes.values()), placeholder)
     assert sorted(map(sorted, alone)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert sorted(map(sorted, plan(samples, 1, placeholder))) == [[i] for i in range(8)]
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+LISTS = st.lists(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=9), min_size=1, max_size=4), max_size=9)
+"""Groups of samples of tokens, which often begin alike."""
+
+
+def written(groups: Sequence[Sequence[Sequence[int]]]) -> list[Sample]:
+    special = SpecialTokens((9,))
+    return [
+        Sample(f"{g}/{n}", str(g), (Segment(SegmentKind.PROMPT, tuple(ids), special),), (), 0.0, 0.0, f"{g}/{n}")
+        for g, members in enumerate(groups)
+        for n, ids in enumerate(members)
+    ]
+
+
+def distinct_tokens(samples: Sequence[Sample]) -> int:
+    """How many different beginnings there are."""
+    return len({tuple(s.token_ids[: i + 1]) for s in samples for i in range(len(s))})
+
+
+def work(samples: Sequence[Sample], tree: Tree) -> float:
+    return float(len(samples) + tree.bounds[-1] ** 2)
+
+
+@settings(max_examples=60)
+@given(LISTS, st.integers(1, 40), st.integers(1, 4))
+def test_ranks_share_every_sample_out_once_in_as_many_micro_batches(
+    groups: list[list[list[int]]], budget: int, ranks: int
+) -> None:
+    samples = written(groups)
+    planned = plan_ranks(samples, budget, None, ranks, work)
+    assert len(planned) == ranks and len({len(batches) for batches in planned}) == 1
+    batches = [[samples[i] for i in batch] for own in planned for batch in own]
+    assert sorted(s.id for batch in batches for s in batch) == sorted(s.id for s in samples)
+    for batch in batches:
+        assert distinct_tokens(batch) <= budget or len(batch) == 1
+    assert any(all(own[at] for at in range(len(own))) for own in planned)  # no more than somebody needs
+    assert planned == plan_ranks(samples, budget, None, ranks, work)
+    for name in {s.group for s in samples}:
+        if distinct_tokens([s for s in samples if s.group == name]) <= budget:
+            assert sum(any(s.group == name for s in batch) for batch in batches) == 1  # it stays together
+    assert plan_ranks(samples, budget, None, 1, work)[0] == plan(samples, budget, None)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(0, 1e6), max_size=30), st.integers(1, 8))
+def test_no_rank_has_more_than_a_fair_share_and_one_thing(costs: list[float], ranks: int) -> None:
+    """Graham's bound for any list: when the last thing went to the fullest rank, that one had least."""
+    taken = balance(costs, ranks)
+    assert sorted(i for own in taken for i in own) == list(range(len(costs)))
+    most = max(sum(costs[i] for i in own) for own in taken)
+    assert most <= sum(costs) / ranks + (1 - 1 / ranks) * max(costs, default=0.0) + 1e-6
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(2, 3))
+def test_the_fullest_rank_is_within_four_thirds_of_the_best(costs: list[int], ranks: int) -> None:
+    most = max(sum(costs[i] for i in own) for own in balance(costs, ranks))
+    best = min(
+        max(sum(c for c, r in zip(costs, given_to, strict=True) if r == rank) for rank in range(ranks))
+        for given_to in itertools.product(range(ranks), repeat=len(costs))
+    )
+    assert most <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
+
+
+def test_ranks_by_hand() -> None:
+    # largest first: 7 | 6, then 5 to the second, 4 to the first, and of 11 and 11 the first takes 2
+    assert balance([2, 7, 6, 5, 4], 2) == [[0, 1, 4], [2, 3]]
+    assert balance([3.0], 3) == [[0], [], []]
+    assert balance([], 2) == [[], []]
+
+
+def test_a_picture_is_work(loaded: LoadedModel) -> None:
+    """Three groups of text, and one with fewer tokens but a picture, which goes through the tower."""
+    made = [trajectory(loaded, g, (110,), group=f"g{g}") for g in range(3)]
+    made.append(trajectory(loaded, 3, (10,), [picture(1, 224, 224)], group="g3"))
+    samples = export(made, "concat", "sum", 1.0, "tiny")
+    model = ModelFlops(loaded.policy)
+
+    def text(members: Sequence[Sample], tree: Tree) -> float:
+        return model.layers(tree.bounds[-1], seen_pairs(tree), train=True)
+
+    def whole(members: Sequence[Sample], tree: Tree) -> float:
+        return text(members, tree) + model.tower([image for s in members for image in s.images], train=True)
+
+    def shares(cost: Callable[[Sequence[Sample], Tree], float]) -> list[list[int]]:
+        planned = plan_ranks(samples, 10_000, loaded.policy.special.image, 2, cost)
+        return sorted(sorted(i for batch in own for i in batch) for own in planned)
+
+    assert shares(whole) == [[0, 1, 2], [3]]
+    assert [3] not in shares(text)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "decoupled_ppo", "gspo", "cispo", "reinforce"])
+def test_an_idle_micro_batch_runs_all_layers_and_teaches_nothing(loss: str) -> None:
+    loaded = load()
+    learner = make_learner(loaded, {"loss": loss, "kl_coef": 0.1, "entropy_coef": 0.1})
+    (sample, *_) = learner.score(samples_of(loaded))
+    batch = idle(sample, loaded.policy)
+    assert (batch.proximal_N is None) == (loss != "decoupled_ppo") and batch.reference_N is not None
+    found, metrics, finite_N = learner._policy_loss(batch, learner._hidden(batch, loaded.policy, learner.vision), 32, 4)
+    found.backward()
+    assert found.item() == 0 and finite_N.numel() == 0
+    assert all(value == 0 for value in metrics.values())
+    gradients = {name: p.grad for name, p in learner.parameters.items() if "layers" in name}
+    assert gradients and all(g is not None and not g.any() for g in gradients.values())
 
 
 # --- collate ---------------------------------------------------------------------------------------------------------

@@ -48,6 +48,11 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def learned(metrics: dict[str, float]) -> dict[str, float]:
+    """Without those that a clock has a part in."""
+    return {name: value for name, value in metrics.items() if not name.startswith("update/")}
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +75,7 @@ def test_a_restored_learner_goes_on_bit_by_bit(tmp_path: Path, name: str) -> Non
     assert (step, state) == (2, {"tasks": {"position": 4}})
     assert restored.updates == 2 and restored.skipped == ["g0/9"]
     assert torch.equal(torch.rand(3), drawn)
-    assert restored.step(samples) == unbroken[0]
+    assert learned(restored.step(samples)) == learned(unbroken[0])
     assert equal(values(restored), unbroken[1])
 
     forgetful = make_learner(load(**SETTINGS[name]), **optim)

@@ -366,3 +366,11 @@ def test_a_group_that_lost_a_member(loaded: LoadedModel, advantage: str) -> None
     made = [trajectory(loaded, s, (3,), group="ab"[s > 2], rewards=(float(s % 2),)) for s in range(5)]
     learner, metrics = step_on(loaded, made, advantage=advantage)
     assert metrics["skipped_updates"] == 0 and any(g is not None and g.any() for g in learner.gradients.values())
+
+
+def test_scores_are_float32_and_nothing_has_none(loaded: LoadedModel) -> None:
+    learner = make_learner(loaded, {"kl_coef": 0.1})
+    assert learner.score([]) == []
+    for sample in learner.score(samples_of(loaded)):
+        assert sample.scores.reference_N is not None and sample.scores.proximal_N is None
+        assert sample.scores.reference_N.dtype == "float32" and len(sample.scores.reference_N) == sample.n_scored

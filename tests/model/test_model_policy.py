@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from npu_vlrl.config import LoraConfig
+from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout.kv import BatchCache
+from npu_vlrl.rollout.kv import KeyValues
 from npu_vlrl.types import Message
 from npu_vlrl.workflow.render import Renderer
 from tests.support.episodes import picture
@@ -65,57 +66,55 @@ def test_packed(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_continued_in_pieces_of_unequal_length(kind: str) -> None:
-    """Rows are padded on both sides of the cached part, and rows are dropped, repeated and reordered in between."""
+    """Contexts of three rows; then rows are saved, loaded elsewhere, repeated and moved, and the rest follows."""
     parts = prompts(kind)
-    first = parts[0]
-    cache = BatchCache([None] * 3, torch.device("cpu"))
+    policy = parts[0].policy
+    kv = KeyValues(policy, 3, 90)
     starts = [len(part.ids) - keep for part, keep in zip(parts, (3, 5, 4), strict=True)]
-    hidden = [step(cache, parts, [0, 0, 0], starts)]
-    cache.select(torch.tensor([2, 0, 1, 0]))
-    parts = [parts[2], parts[0], parts[1], parts[0]]
-    starts = [starts[2], starts[0], starts[1], starts[0]]
-    rows = [
-        cache.row(index, tuple(part.ids[:start]), part.images)
-        for index, (part, start) in enumerate(zip(parts, starts, strict=True))
+    hidden = step(kv, parts, [0, 0, 0], starts)
+    for part, start, found in zip(parts, starts, hidden, strict=True):
+        torch.testing.assert_close(found, part.expected()[:start], **CLOSE)
+    caches = [
+        kv.save(row, tuple(part.ids[:start]), part.images)
+        for row, (part, start) in enumerate(zip(parts, starts, strict=True))
     ]
-    cache = BatchCache(rows, torch.device("cpu"))
-    ends = [len(part.ids) for part in parts]
-    hidden.append(step(cache, parts, starts, ends))
-    for index, (part, start) in enumerate(zip(parts, starts, strict=True)):
-        expected = part.expected()[start:]
-        torch.testing.assert_close(hidden[1][index, : len(expected)], expected, **CLOSE)
-    whole = cache.row(1, tuple(first.ids), first.images)
-    assert whole.kv.shape[2] == len(first.ids) and whole.images == first.images
+    other = KeyValues(policy, 5, 80)
+    other.kv_WBLKD.fill_(1e4)  # what another turn may have left there
+    other.load(4, caches[2])
+    other.move(4, 0)
+    other.load(1, caches[0])
+    other.load(3, caches[1])
+    other.repeat(1, starts[0], [2])
+    order = [2, 0, 0, 1]
+    parts, starts = [parts[i] for i in order], [starts[i] for i in order]
+    hidden = step(other, parts, starts, [len(part.ids) for part in parts])
+    for part, start, found in zip(parts, starts, hidden, strict=True):
+        torch.testing.assert_close(found, part.expected()[start:], **CLOSE)
+    whole = other.save(1, tuple(parts[1].ids), parts[1].images)
+    layers, heads, width = policy.kv_shape
+    assert whole.kv_WTKD.shape == (2 * layers, len(parts[1].ids), heads, width)
+    assert whole.n_bytes == len(parts[1].ids) * KeyValues.bytes_per_token(policy) == whole.kv_WTKD.numel() * 4
 
 
-def step(cache: BatchCache, parts: list[Prompt], starts: list[int], ends: list[int]) -> torch.Tensor:
-    """Feeds each row its ids from start to end, padded on the right."""
+def step(kv: KeyValues, parts: list[Prompt], starts: list[int], ends: list[int]) -> list[torch.Tensor]:
+    """Feeds the first rows their ids from start to end; returns the hidden states of each."""
     news = [end - start for start, end in zip(starts, ends, strict=True)]
-    ids = torch.zeros(len(parts), max(news), dtype=torch.long)
-    positions = torch.zeros(3, len(parts), max(news), dtype=torch.long)
-    valid = torch.zeros(len(parts), max(news), dtype=torch.bool)
-    features: list[torch.Tensor] = []
-    for row, (part, start, end) in enumerate(zip(parts, starts, ends, strict=True)):
-        ids[row, : end - start] = torch.tensor(part.ids[start:end])
-        positions[:, row, : end - start] = part.positions[:, start:end]
-        valid[row, : end - start] = True
-        features += part.features if start == 0 else []
-    return parts[0].policy.hidden_cached(ids, positions, features, cache.mask_for(valid), cache.cache)
+    rows = Rows.of(torch.tensor(ends, dtype=torch.int32), news, kv.room, max(ends))
+    hidden = parts[0].policy.hidden_continued(
+        torch.tensor([i for part, a, b in zip(parts, starts, ends, strict=True) for i in part.ids[a:b]]),
+        torch.cat([part.positions[:, a:b] for part, a, b in zip(parts, starts, ends, strict=True)], 1),
+        kv.kept(rows),
+        [features for part, start in zip(parts, starts, strict=True) if start == 0 for features in part.features],
+    )
+    return list(hidden.split(news))
 
 
-def test_the_mask_of_a_batch_by_hand() -> None:
-    """Row 0 holds two columns, row 1 one; then two and one new tokens come."""
-    kv = torch.zeros(2, 1, 2, 4)
-    rows: list[Any] = [
-        type("Row", (), {"token_ids": (1, 2), "kv": kv})(),
-        type("Row", (), {"token_ids": (1,), "kv": kv[:, :, :1]})(),
-    ]
-    cache = BatchCache(rows, torch.device("cpu"))
-    assert cache.valid_BK.tolist() == [[True, True], [False, True]]
-    mask = cache.mask_for(torch.tensor([[True, True], [True, False]]))
-    assert mask.int().tolist() == [[[1, 1, 1, 0], [1, 1, 1, 1]], [[0, 1, 1, 0], [0, 1, 1, 0]]]
-    cache.select(torch.tensor([1]))
-    assert cache.valid_BK.tolist() == [[False, True, True, False]]
+def test_the_places_of_new_tokens_by_hand() -> None:
+    """Rows with room for 10: one has 7 tokens, 3 of them new, the other 4, 2 of them new."""
+    rows = Rows.of(torch.tensor([7, 4], dtype=torch.int32), [3, 2], 10, 7)
+    assert rows.slots().tolist() == [4, 5, 6, 12, 13] and rows.cu_q == (0, 3, 5)
+    alone = Rows.of(torch.tensor([7, 4], dtype=torch.int32), [1, 1], 10, 7)
+    assert alone.slots().tolist() == [6, 13]
 
 
 def test_features_that_do_not_fit_the_placeholders() -> None:

@@ -20,12 +20,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 from npu_vlrl import kernels
 from npu_vlrl.config import LoraConfig, ModelConfig
 from npu_vlrl.kernels import npu
+from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout.kv import BatchCache
+from npu_vlrl.rollout.kv import KeyValues
 from npu_vlrl.types import Message
 from npu_vlrl.workflow.render import Renderer
 from tests.host_cann import counted
@@ -237,39 +238,35 @@ def test_a_copy_in_every_layer_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_decoding_with_a_cache(kind: str) -> None:
-    """Left-padded rows that go on from cached keys see what they see in one forward pass, by the masked operator."""
+def test_decoding_with_kept_keys(kind: str) -> None:
+    """Rows that go on from kept keys see what they see in one forward pass, one fused call a layer."""
     model = load(kind)
     batch = Batch(model, kind)
     whole = batch.hidden().split(batch.lengths)
-    cache = BatchCache([None] * 3, DEVICE)
-    parts: list[Tensor] = []
+    kv = KeyValues(model.policy, 3, max(batch.lengths) + 2)
+    found: list[list[Tensor]] = []
     with counted() as ran:
-        for start, end in ((0, -2), (-2, -1), (-1, None)):
-            rows = [
-                (
-                    segment.token_ids[start:end],
-                    rotary_positions(segment.token_ids, segment.images, model.policy.special.image, 2)[:, start:end],
+        for cut in (2, 1, 0):
+            news = [length - cut if cut == 2 else 1 for length in batch.lengths]
+            lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=DEVICE) - cut
+            rows = Rows.of(lengths, news, kv.room, max(batch.lengths) - cut)
+            ids: list[int] = []
+            places = []
+            for segment, length, new in zip(batch.segments, batch.lengths, news, strict=True):
+                part = slice(length - cut - new, length - cut)
+                ids += segment.token_ids[part]
+                everything = rotary_positions(
+                    segment.token_ids, segment.images, model.policy.special.image, model.policy.merge_size
                 )
-                for segment in batch.segments
-            ]
-            width = max(len(ids) for ids, _ in rows)
-            ids = torch.zeros(3, width, dtype=torch.long)
-            positions = torch.zeros(3, 3, width, dtype=torch.long)
-            valid = torch.zeros(3, width, dtype=torch.bool)
-            for row, (tokens, places) in enumerate(rows):
-                ids[row, : len(tokens)] = torch.tensor(tokens)
-                positions[:, row, : len(tokens)] = torch.from_numpy(places)
-                valid[row, : len(tokens)] = True
-            images = [image for segment in batch.segments for image in segment.images] if start == 0 else []
-            mask = cache.mask_for(valid.to(DEVICE))
-            hidden = model.policy.hidden_cached(
-                ids.to(DEVICE), positions.to(DEVICE), batch.vision.fixed(images), mask, cache.cache
+                places.append(torch.from_numpy(everything[:, part]))
+            images = [image for segment in batch.segments for image in segment.images] if cut == 2 else []
+            hidden = model.policy.hidden_continued(
+                torch.tensor(ids).to(DEVICE), torch.cat(places, 1).to(DEVICE), kv.kept(rows), batch.vision.fixed(images)
             )
-            parts.append(torch.stack([hidden[row, len(tokens) - 1] for row, (tokens, _) in enumerate(rows)]))
-    found = torch.stack(parts, 1).cpu()
-    expected = torch.stack([rows[-3:] for rows in whole]).cpu()
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+            found.append([part[-1] for part in hidden.split(news)])
+    ours = torch.stack([torch.stack(rows_) for rows_ in found], 1).cpu()
+    expected = torch.stack([rows_[-3:] for rows_ in whole]).cpu()
+    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
     assert ran["aclnnFlashAttentionScore"] == 3 * LAYERS
 
 

@@ -123,7 +123,7 @@ class BreakingEngine(InProcessEngine):
     def sample(self, requests: Sequence[Request]) -> list[Outcome]:
         self.kept.append(sorted(self._caches))
         if self.rank == 1 and self.weight_version == OUT_OF_MEMORY:
-            self.policy.hidden_cached = out_of_memory  # type: ignore[method-assign]
+            self.policy.hidden_continued = out_of_memory  # type: ignore[method-assign]
         if self.weight_version == KILLED:
             note(self.rank, {"kept": self.kept})
             if self.rank == 1:

@@ -29,7 +29,7 @@ def test_a_round_waits_for_every_open_session() -> None:
     first, second = stage.engine.session(), stage.engine.session()
     with watched(stage.policy.text.embed_tokens) as embedded:
         run(first.generate(context, params(0)), late(second))
-    assert embedded[0] == (1, len(context[0])) and embedded[1][0] == 2
+    assert embedded[0] == (len(context[0]),) and embedded[1] == (2,)
     assert stage.engine.counts.turns == 2
 
 
@@ -83,7 +83,7 @@ def test_sessions_opened_in_the_same_breath_join_the_round() -> None:
 
     with watched(stage.policy.text.embed_tokens) as embedded:
         run(play())
-    assert embedded[0][0] == 1 and embedded[1][0] == 2
+    assert embedded[0] == (len(context[0]),) and embedded[1] == (2,)
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -92,7 +92,7 @@ def test_a_request_that_nobody_awaits_any_more_is_harmless(works: bool, monkeypa
     stage = Stage(loaded(tiny_folder("qwen3")))
     context = prompt(stage, "up?")
     if not works:
-        monkeypatch.setattr(stage.policy, "hidden_cached", lambda *_: 1 / 0)
+        monkeypatch.setattr(stage.policy, "hidden_continued", lambda *_: 1 / 0)
 
     async def play() -> Generation:
         gone = asyncio.create_task(stage.engine.session().generate(context, params(0)))
@@ -123,7 +123,7 @@ def test_an_error_of_the_model_reaches_every_episode(monkeypatch: pytest.MonkeyP
         raise MemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage.policy, "hidden_cached", broken)
+        patch.setattr(stage.policy, "hidden_continued", broken)
         failures: Any = generate_all(stage, requests)
     assert [type(failure) for failure in failures] == [MemoryError, MemoryError]
     assert stage.policy.model.training

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from npu_vlrl.rollout.sampling import draw, processed_logprobs, uniforms
+from npu_vlrl.rollout.sampling import Filters, draw, processed_logprobs, uniforms
 from npu_vlrl.types import SamplingParams
 
 NOTHING = torch.zeros(12, dtype=torch.bool)
@@ -42,6 +42,10 @@ def brute_force(logits: list[float], p: SamplingParams, forbidden: set[int]) -> 
     return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
 
 
+def filters(*params: SamplingParams) -> Filters:
+    return Filters.of(params, torch.device("cpu"))
+
+
 # distinct logits, and limits away from sums of probabilities: ties and rounding decide neither side differently
 distinct = st.lists(st.integers(-400, 400), min_size=12, max_size=12, unique=True).map(lambda x: [i / 60 for i in x])
 sampling = st.builds(
@@ -62,7 +66,7 @@ def test_rows_with_their_own_settings_equal_a_brute_force(
 ) -> None:
     mask = NOTHING.clone()
     mask[sorted(forbidden)] = True
-    found = processed_logprobs(torch.tensor([logits for logits, _ in rows]), [p for _, p in rows], mask)
+    found = processed_logprobs(torch.tensor([logits for logits, _ in rows]), filters(*(p for _, p in rows)), mask)
     expected = torch.tensor([brute_force(logits, p, forbidden) for logits, p in rows])
     torch.testing.assert_close(found.exp(), expected, atol=2e-6, rtol=0)
     assert found.dtype == torch.float32
@@ -78,17 +82,19 @@ def test_filters_equal_those_of_transformers(logits: list[float], p: SamplingPar
         expected = TopKLogitsWarper(p.top_k)(ids, expected)
     if p.top_p < 1:
         expected = TopPLogitsWarper(p.top_p)(ids, expected)
-    torch.testing.assert_close(processed_logprobs(scores, [p], NOTHING), expected.log_softmax(-1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        processed_logprobs(scores, filters(p), NOTHING), expected.log_softmax(-1), atol=1e-5, rtol=0
+    )
 
 
 def test_ties_keep_the_first_tokens() -> None:
-    found = processed_logprobs(torch.zeros(1, 12), [params(top_k=3)], NOTHING)
+    found = processed_logprobs(torch.zeros(1, 12), filters(params(top_k=3)), NOTHING)
     assert found.exp()[0].tolist() == pytest.approx([1 / 3] * 3 + [0.0] * 9)
 
 
 def test_bfloat16_logits_are_scored_in_float32() -> None:
     logits = torch.linspace(-3, 3, 12, dtype=torch.bfloat16)[None]
-    found = processed_logprobs(logits, [params(0.7)], NOTHING)
+    found = processed_logprobs(logits, filters(params(0.7)), NOTHING)
     torch.testing.assert_close(found, (logits.float() / 0.7).log_softmax(-1))
 
 
@@ -97,7 +103,7 @@ def test_frequencies_follow_the_probabilities(p: SamplingParams) -> None:
     """Pearson's chi-square is below its 99.9 % quantile for 11 degrees of freedom, 31.26."""
     logits = [0.3, -1.0, 2.0, 0.1, -0.5, 1.2, 0.0, -2.0, 0.7, 1.6, -0.2, 0.9]
     draws = 20_000
-    logprobs = processed_logprobs(torch.tensor([logits]), [p], NOTHING)
+    logprobs = processed_logprobs(torch.tensor([logits]), filters(p), NOTHING)
     random = torch.rand(draws, generator=torch.Generator().manual_seed(11))
     tokens = draw(logprobs.expand(draws, -1), random, torch.zeros(draws, dtype=torch.bool))
     observed = np.bincount(tokens.numpy(), minlength=12)

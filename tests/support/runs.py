@@ -42,6 +42,10 @@ REPEATS = (
     "images_encoded",
     "learner/tokens_referenced",
     "learner/tokens_computed",
+    "update/seconds",
+    "update/useful_tokens_per_second",
+    "update/computed_tokens_per_second",
+    "update/mfu",
 )
 """Of metrics.jsonl: clocks, memory and counters of the process; all else is the same in a resumed run."""
 

@@ -1,0 +1,105 @@
+"""How many floating-point operations a pass through a model takes, by its shapes.
+
+A multiply-add counts as two. Only matrix products and attention count, as is usual for utilisation (Chowdhery et al.
+2022, arXiv 2204.02311, appendix B): a product of n rows with a weight takes 2 · n · |weight| forward, as much again for
+the gradient of its input and as much for that of the weight, if it is trained. Attention takes 4 · width for each pair
+of a query and a key that it may see, and twice that backward. What checkpointing computes again does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from npu_vlrl.kernels.tree import Tree
+from npu_vlrl.model.policy import Policy
+from npu_vlrl.types import ImageInput
+
+
+def seen_pairs(tree: Tree) -> int:
+    """Pairs of a token and one that it sees, itself among them."""
+    bounds = zip(tree.nodes, tree.path_bounds, tree.path_bounds[1:], strict=False)
+    lengths = [(node.stop - node.start, end - start) for node, start, end in bounds]
+    return sum(own * path - own * (own - 1) // 2 for own, path in lengths)
+
+
+class ModelFlops:
+    """What passes through a policy take. Of a frozen part there is no gradient of weights; where the whole tower is
+    frozen there is no backward pass through it at all.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        settings = policy.text.config
+        heads = settings.num_attention_heads
+        head_width = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+        self._layers = _Weights(policy.text.layers.parameters())
+        self._attention = len(policy.text.layers) * heads * head_width
+        self._head = _Weights([policy.base.lm_head.weight])
+        self._tower = None if policy.vision is None else _Tower(policy.vision, not policy.vision_is_frozen)
+
+    def layers(self, tokens: int, pairs: int, train: bool) -> float:
+        """The layers of the language model, for that many tokens and pairs of `seen_pairs`; `train`: with backward."""
+        return self._layers.products(tokens, train) + _attention(pairs, self._attention, train)
+
+    def head(self, scored: int, train: bool) -> float:
+        """The scores of the whole vocabulary for that many tokens."""
+        return self._head.products(scored, train)
+
+    def tower(self, images: Sequence[ImageInput], train: bool) -> float:
+        """The vision tower, for images that go through it."""
+        return 0.0 if self._tower is None else sum(self._tower.image(image.grid, train) for image in images)
+
+
+class _Tower:
+    def __init__(self, vision: Any, trained: bool) -> None:
+        named = list(vision.named_parameters())
+        self._trained = trained
+        self._blocks = _Weights(p for name, p in named if name.startswith("blocks."))
+        self._mergers = _Weights(p for name, p in named if "merger" in name)
+        self._patches = _Weights(p for name, p in named if name.startswith("patch_embed."))
+        settings = vision.config
+        depth, self._width = len(vision.blocks), settings.hidden_size
+        self._full = len(getattr(settings, "fullatt_block_indexes", range(depth)))
+        self._windowed = depth - self._full
+        self._merge = settings.spatial_merge_size
+        # in patches; of whole merged tokens, as the tower cuts them
+        token = settings.patch_size * self._merge
+        self._window = getattr(settings, "window_size", token) // token * self._merge
+
+    def image(self, grid: tuple[int, int, int], train: bool) -> float:
+        train = train and self._trained
+        time, height, width = grid
+        patches = time * height * width
+        pairs = self._full * time * (height * width) ** 2
+        pairs += self._windowed * time * _window_squares(height, self._window) * _window_squares(width, self._window)
+        return (
+            self._patches.products(patches, train, of_input=False)
+            + self._blocks.products(patches, train)
+            + self._mergers.products(patches // self._merge**2, train)
+            + _attention(pairs, self._width, train)
+        )
+
+
+class _Weights:
+    """Matrices that rows are multiplied with."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        matrices = [p for p in parameters if p.dim() > 1]
+        self._all = sum(p.numel() for p in matrices)
+        self._trained = sum(p.numel() for p in matrices if p.requires_grad)
+
+    def products(self, rows: int, train: bool, of_input: bool = True) -> float:
+        """`of_input`: the backward pass goes on below."""
+        forward = 2.0 * rows * self._all
+        return forward + (of_input * forward + 2.0 * rows * self._trained if train else 0.0)
+
+
+def _attention(pairs: int, width: int, train: bool) -> float:
+    return 4.0 * pairs * width * (3 if train else 1)
+
+
+def _window_squares(length: int, window: int) -> int:
+    """Σ of the squares of the windows' sides along one axis; the last window may be cut."""
+    return length // window * window**2 + (length % window) ** 2

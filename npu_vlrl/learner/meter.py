@@ -1,0 +1,107 @@
+"""What went through the models, counted where it happens, and how fast that was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from time import perf_counter
+
+import torch
+
+from npu_vlrl.hardware import Platform
+from npu_vlrl.learner.flops import ModelFlops, seen_pairs
+from npu_vlrl.learner.pack import MicroBatch
+from npu_vlrl.learner.ranks import Ranks
+from npu_vlrl.model.policy import Policy
+from npu_vlrl.model.vision import VisionFeatures
+
+
+@dataclass
+class Counts:
+    """Of this rank, since the start; each pass counts."""
+
+    tokens_referenced: float = 0
+    """Tokens of samples that went through the layers."""
+    tokens_computed: float = 0
+    """What is left when a beginning that samples of a micro-batch share counts once, and idle tokens are added."""
+    tokens_idle: float = 0
+    """Of micro-batches without a sample, which keep ranks in step."""
+    micro_batches: float = 0
+    images_referenced: float = 0
+    images_encoded: float = 0
+    flops: float = 0
+    """See `flops.py`."""
+
+
+class Meter:
+    """Counts passes, and describes those between `begin` and `metrics`."""
+
+    def __init__(self, platform: Platform, ranks: Ranks, micro_batch_tokens: int) -> None:
+        self.counts = Counts()
+        self._platform = platform
+        self._ranks = ranks
+        self._micro_batch_tokens = micro_batch_tokens
+        self._models: dict[Policy, ModelFlops] = {}
+        self._before = self._now()
+
+    def planned(self, batches: Sequence[MicroBatch], tokens_referenced: int) -> None:
+        """Micro-batches of this rank, and the tokens of their samples."""
+        self.counts.tokens_referenced += tokens_referenced
+        self.counts.micro_batches += len(batches)
+        self.counts.tokens_computed += sum(len(batch.token_ids_T) for batch in batches)
+        self.counts.tokens_idle += sum(len(batch.token_ids_T) for batch in batches if not batch.sample_ids)
+
+    def flops(self, policy: Policy) -> ModelFlops:
+        if policy not in self._models:
+            self._models[policy] = ModelFlops(policy)
+        return self._models[policy]
+
+    def layers(self, policy: Policy, batch: MicroBatch, vision: VisionFeatures, before: tuple[int, int]) -> None:
+        """A micro-batch went through the layers, and its new images through the tower. `before`: what `vision` had
+        counted, as referenced and encoded.
+        """
+        model, train = self.flops(policy), torch.is_grad_enabled()
+        referenced, encoded = vision.referenced - before[0], vision.encoded - before[1]
+        self.counts.images_referenced += referenced
+        self.counts.images_encoded += encoded
+        self.counts.flops += model.layers(len(batch.token_ids_T), seen_pairs(batch.tree), train)
+        if encoded:  # which of them were kept is not known
+            self.counts.flops += model.tower(batch.images, train) * encoded / len(batch.images)
+
+    def head(self, policy: Policy, scored: int) -> None:
+        """That many tokens were scored."""
+        self.counts.flops += self.flops(policy).head(scored, torch.is_grad_enabled())
+
+    def begin(self) -> None:
+        self._before = self._now()
+
+    def metrics(self) -> dict[str, float]:
+        """Of all ranks together, since `begin`. `update/mfu` only for a device whose peak is published."""
+        before, now = self._before, self._now()
+        local = torch.tensor([b - a for a, b in zip(before, now, strict=True)], dtype=torch.float64)
+        everyone = torch.stack(self._ranks.gather(local))
+        seconds = float(everyone[:, -1].max())
+        counts = Counts(*everyone[:, :-1].sum(0).tolist())
+        room = max(1.0, counts.micro_batches * self._micro_batch_tokens)
+        metrics = {
+            "tokens_useful": counts.tokens_referenced,
+            "tokens_computed": counts.tokens_computed,
+            "tokens_shared": 1 - (counts.tokens_computed - counts.tokens_idle) / max(1.0, counts.tokens_referenced),
+            "padding": counts.tokens_idle / max(1.0, counts.tokens_computed),
+            "micro_batches": counts.micro_batches,
+            "fill": counts.tokens_computed / room,
+            "images_referenced": counts.images_referenced,
+            "images_encoded": counts.images_encoded,
+            "seconds": seconds,
+            "useful_tokens_per_second": counts.tokens_referenced / seconds,
+            "computed_tokens_per_second": counts.tokens_computed / seconds,
+            "tflop": counts.flops / 1e12,
+        }
+        peak = self._platform.peak()
+        if peak is not None:
+            metrics["mfu"] = counts.flops / (seconds * peak.flops * self._ranks.size)
+        return {f"update/{name}": value for name, value in metrics.items()}
+
+    def _now(self) -> tuple[float, ...]:
+        self._platform.synchronize()
+        return *astuple(self.counts), perf_counter()

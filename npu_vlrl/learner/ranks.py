@@ -1,0 +1,110 @@
+"""The processes that compute one update together, and what they tell each other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from npu_vlrl.learner.loss.metrics import Metrics
+from npu_vlrl.learner.optimizer import stepped
+from npu_vlrl.types import Sample
+
+BUCKET_BYTES = 64 * 2**20
+"""Of gradients in one call: large enough for the links, small beside the model."""
+
+
+class Ranks:
+    """The learners of a process group: each takes its share of the samples, and all take the same steps.
+
+    All are given the same samples, begin with the same weights, and call the same methods in the same order; a rank
+    that has nothing to say says zeros. The group moves tensors of the host, and those of the device that the weights
+    are on, as one of the backend `Platform.process_group_backend` does. A rank that fails leaves the others waiting
+    until the group's timeout, which then raises.
+
+    Example: `Learner(..., ranks=Ranks(torch.distributed.group.WORLD))`
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """Without a group this process is alone, and talks to nobody."""
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    def have_the_same(self, samples: Sequence[Sample]) -> bool:
+        """Whether every rank was given these samples, with these advantages."""
+        if self.size == 1:
+            return True
+        number = torch.tensor(_number(samples), dtype=torch.int64)
+        return len({int(other) for other in self.gather(number)}) == 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sums over all ranks of a tensor of the host, the same bits on each; NaN stays."""
+        if self.size > 1:
+            values = values.clone()
+            dist.all_reduce(values, group=self._group)
+        return values
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """A tensor of the host from each rank, in their order; all have the same shape and dtype."""
+        if self.size == 1:
+            return [values]
+        found = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(found, values.contiguous(), group=self._group)
+        return found
+
+    def gather_metrics(self, metrics: Sequence[Metrics]) -> list[Metrics]:
+        """The metrics of every rank's micro-batches; all ranks have as many, under the same names."""
+        if self.size == 1 or not metrics:
+            return list(metrics)
+        names = list(metrics[0])
+        values = torch.stack([torch.stack([part[name] for name in names]) for part in metrics])
+        return [dict(zip(names, row, strict=True)) for rows in self.gather(values.double().cpu()) for row in rows]
+
+    def sum_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives what the optimiser steps the sum of all ranks' gradients, in a few large calls.
+
+        A tensor without a gradient on this rank, such as the tower's where no sample has a picture, adds zeros. One
+        without a gradient on any rank keeps none, so that the optimiser passes it by as it does in one process.
+        """
+        if self.size == 1:
+            return
+        tensors = stepped(optimizer)
+        owners = self.sum(torch.tensor([float(tensor.grad is not None) for tensor in tensors]))
+        for bucket in _buckets([tensor for tensor, n in zip(tensors, owners.tolist(), strict=True) if n]):
+            for tensor in bucket:
+                tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            gradients = [tensor.grad for tensor in bucket if tensor.grad is not None]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat, group=self._group)
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of tensors of one dtype and up to `BUCKET_BYTES` together; a larger one goes alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _number(samples: Sequence[Sample]) -> int:
+    """63 bits of a digest of ids, tokens and advantages."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(repr((sample.id, sample.group)).encode())
+        digest.update(np.asarray(sample.token_ids, dtype=np.int64).tobytes())
+        if sample.credit is not None:
+            digest.update(sample.credit.advantages_N.tobytes())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1

@@ -1,0 +1,156 @@
+"""The state of rows that are decoded together. Everything a step reads and writes is a tensor at an address that stays.
+
+So a step can be recorded once and replayed, and the host need not know what was drawn until it asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from npu_vlrl.hardware.base import Recorder
+from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.model.policy import Policy
+from npu_vlrl.rollout.kv import KeyValues
+from npu_vlrl.rollout.sampling import Filters, draw, processed_logprobs, uniforms
+from npu_vlrl.types import SamplingParams
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Rows of a recorded step: one of these, or a multiple of the last. Those left over are idle."""
+
+
+class Batch:
+    """Room for `rows` rows of `room` tokens, of which each turn draws up to `new_tokens`.
+
+    The rows in use come first. A row that no longer runs is computed but does not change.
+    """
+
+    def __init__(self, policy: Policy, rows: int, room: int, new_tokens: int, recorder: Recorder | None) -> None:
+        """Without a `recorder` each step is run anew."""
+        self.policy = policy
+        self.recorder = recorder
+        rows = _size(rows) if recorder else rows
+        self.rows, self.room, self.new_tokens = rows, room, new_tokens
+        self.kv = KeyValues(policy, rows, room)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=policy.device)
+
+        self.tokens_B = zeros(rows)
+        """The last token of each row, which was drawn and not computed yet."""
+        self.positions_B = zeros(rows)
+        """Its rotary position."""
+        self.lengths_B = zeros(rows, dtype=torch.int32)
+        """How many tokens are kept."""
+        self.drawn_B = zeros(rows)
+        self.limits_B = zeros(rows)
+        self.running_B = zeros(rows, dtype=torch.bool)
+        self.greedy_B = zeros(rows, dtype=torch.bool)
+        self.temperature_B1 = zeros(rows, 1, dtype=torch.float32)
+        self.top_k_B1 = zeros(rows, 1)
+        self.top_p_B1 = zeros(rows, 1, dtype=torch.float32)
+        self.uniforms_BN = zeros(rows, new_tokens, dtype=torch.float32)
+        # one column more than a turn can have: there a row that has stopped goes on writing
+        self.ids_BN = zeros(rows, new_tokens + 1)
+        self.logprobs_BN = zeros(rows, new_tokens + 1, dtype=torch.float32)
+        self._ends = torch.tensor(policy.special.end_of_turn, device=policy.device)
+        self._alone = Rows.of(self.lengths_B, [1] * rows, room, room)
+        self._filtered = (False, False)
+        self._recorded: dict[tuple[int, bool, bool], Callable[[], None]] = {}
+
+    def begin(self, params: Sequence[SamplingParams], lengths: Sequence[int], positions: Sequence[int]) -> None:
+        """Puts turns into the first rows, whose `lengths` tokens are kept; `positions` are those of the next tokens."""
+        count, device = len(params), self.policy.device
+        filters = Filters.of(params, device)
+        self._filtered = (filters.top_k_B1 is not None, filters.top_p_B1 is not None)
+        random = torch.zeros(count, self.new_tokens)
+        for row, one in enumerate(params):
+            random[row, : one.max_new_tokens] = uniforms(one)
+        for state, values in (
+            (self.positions_B, torch.tensor(positions) - 1),
+            (self.lengths_B, torch.tensor(lengths)),
+            (self.limits_B, torch.tensor([one.max_new_tokens for one in params])),
+            (self.greedy_B, torch.tensor([one.temperature == 0 for one in params])),
+            (self.temperature_B1, filters.temperature_B1),
+            (self.uniforms_BN, random),
+        ):
+            state[:count] = values.to(device)
+        for state, found, nothing in ((self.top_k_B1, filters.top_k_B1, 0), (self.top_p_B1, filters.top_p_B1, 1)):
+            state[:count] = nothing if found is None else found
+        self.drawn_B.zero_()
+        self.running_B[:count] = True
+        self.running_B[count:] = False
+
+    def step(self, count: int, longest: int) -> None:
+        """Computes the last token of the first `count` rows, which then have up to `longest`, and draws the next."""
+        if self.recorder is None:
+            self._step(count, longest)
+            return
+        size = _size(count)
+        key = (size, *self._filtered)
+        if key not in self._recorded:
+            # while nothing runs, a step changes nothing that is looked at: recording may repeat it
+            running = self.running_B.clone()
+            self.running_B.zero_()
+            self._recorded[key] = self.recorder(lambda: self._step(size, self.room))
+            self.running_B.copy_(running)
+        self._recorded[key]()
+
+    def _step(self, count: int, longest: int) -> None:
+        lengths_B = self.lengths_B[:count] + 1
+        starts = self._alone.starts_q[: count + 1], self._alone.starts_k[: count + 1]
+        rows = Rows(lengths_B, *starts, self._alone.cu_q[: count + 1], longest)
+        hidden_BH = self.policy.hidden_continued(
+            self.tokens_B[:count], self.positions_B[:count].expand(3, -1), self.kv.kept(rows), ()
+        )
+        self.lengths_B[:count] += self.running_B[:count]
+        self.draw(hidden_BH)
+
+    def draw(self, hidden_BH: Tensor) -> None:
+        """Draws the next token of the first rows from the hidden states that predict them."""
+        rows = slice(len(hidden_BH))
+        running_B, drawn_B = self.running_B[rows], self.drawn_B[rows]
+        with_top_k, with_top_p = self._filtered
+        filters = Filters(
+            self.temperature_B1[rows],
+            self.top_k_B1[rows] if with_top_k else None,
+            self.top_p_B1[rows] if with_top_p else None,
+        )
+        logprobs_BV = processed_logprobs(hidden_BH @ self.policy.head_weight.T, filters, self.policy.forbidden_V)
+        numbers_B = self.uniforms_BN[rows].gather(1, drawn_B[:, None].clamp(max=self.new_tokens - 1))[:, 0]
+        tokens_B = draw(logprobs_BV, numbers_B, self.greedy_B[rows])
+        chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+        self.ids_BN[rows].scatter_(1, drawn_B[:, None], tokens_B[:, None])
+        self.logprobs_BN[rows].scatter_(1, drawn_B[:, None], chosen_B[:, None])
+        drawn_B += running_B
+        self.positions_B[rows] += running_B
+        self.tokens_B[rows] = torch.where(running_B, tokens_B, self.tokens_B[rows])
+        ended_B = (tokens_B[:, None] == self._ends).any(1) | ~chosen_B.isfinite()
+        running_B &= ~ended_B & (drawn_B < self.limits_B[rows])
+
+    def move(self, row: int, target: int) -> None:
+        """Puts the turn of one row in the place of another."""
+        self.kv.move(row, target)
+        for state in (
+            self.tokens_B,
+            self.positions_B,
+            self.lengths_B,
+            self.drawn_B,
+            self.limits_B,
+            self.running_B,
+            self.greedy_B,
+            self.temperature_B1,
+            self.top_k_B1,
+            self.top_p_B1,
+            self.uniforms_BN,
+            self.ids_BN,
+            self.logprobs_BN,
+        ):
+            state[target] = state[row]
+        self.running_B[row] = False
+
+
+def _size(rows: int) -> int:
+    return next((size for size in SIZES if size >= rows), -(-rows // SIZES[-1]) * SIZES[-1])
