@@ -95,8 +95,8 @@ def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scal
     them.
 
     One H200, 16 heads and 2 key heads of 128, 8 prompts of 520 tokens with 8 answers of about 300 each, forward and
-    backward: 3.0 ms; flex attention with a block mask 3.6 ms after 8 s of compiling; a call for each depth, merged,
-    5.4 ms (benchmarks/README.md).
+    backward: 2.9 ms; flex attention with a block mask 3.7 ms after 11 s of compiling; a call for each depth, merged,
+    5.3 ms (benchmarks/README.md).
     """
     if tree.shares:
         path = tree.path_on(k_KSD.device)

@@ -365,12 +365,13 @@ class Learner:
 
     def _check_gap(self, metrics: Sequence[dict[str, Tensor]]) -> None:
         # not max() over all: NaN would hide the gap of another micro-batch; an update with NaN is skipped later
-        gap = max((g for part in metrics if (g := float(part["gap_max"])) > self.config.max_logprob_gap), default=0.0)
+        most = self.config.max_logprob_gap or (1.0 if self.policy.head_weight.element_size() == 2 else 0.05)
+        gap = max((g for part in metrics if (g := float(part["gap_max"])) > most), default=0.0)
         if gap:
             self.optimizer.zero_grad(set_to_none=True)
             raise LearnerError(
                 f"the learner's log-probability of a token differs by {gap:.3g} from the engine's, more than "
-                f"algorithm.max_logprob_gap={self.config.max_logprob_gap}: engine and learner do not hold the same "
+                f"algorithm.max_logprob_gap={most}: engine and learner do not hold the same "
                 "weights, images or tokens, or their precision is too low"
             )
 

@@ -306,6 +306,16 @@ def test_one_token_that_differs_stops_the_run_before_the_step(loaded: LoadedMode
     assert all(p.grad is None for p in learner.parameters.values())
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("float32", "0.05"), ("bfloat16", "1.0")])
+def test_the_gap_that_is_allowed_follows_the_precision(dtype: str, most: str) -> None:
+    coarse = load(dtype=dtype)
+    learner = make_learner(coarse, {"max_logprob_gap": None}, lr=1e-9)
+    samples = with_true_logprobs(learner, samples_of(coarse), float(most) / 2)
+    assert learner.step(samples)["logprob_gap"] > float(most) / 4
+    with pytest.raises(LearnerError, match=f"algorithm.max_logprob_gap={most}: engine"):
+        learner.step(with_true_logprobs(learner, samples_of(coarse), float(most) * 2))
+
+
 def test_the_reported_gap_is_that_of_all_micro_batches(loaded: LoadedModel) -> None:
     samples = samples_of(loaded)
     for order in (samples, samples[::-1]):

@@ -187,3 +187,12 @@ def test_versions(npu: NpuPlatform) -> None:
     versions = npu.versions()
     assert list(versions) == ["CANN", "Ascend driver"]
     assert all(versions.values())
+
+
+def test_nothing_is_recorded_where_cann_cannot(npu: NpuPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in has no graphs: every step is launched anew, and the device works on after the attempt."""
+    assert npu.recorder() is None
+    assert (torch.arange(4, device=npu.device()) * 2).sum().item() == 12
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
+    monkeypatch.setattr(NpuPlatform, "api", lambda _: pytest.fail("asked, although this queue forbids graphs"))
+    assert npu.recorder() is None
