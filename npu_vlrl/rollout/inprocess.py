@@ -142,14 +142,22 @@ class InProcessEngine(RoundEngine):
             yield turns[start : start + rows]
 
     def _batch_for(self, turns: list[_Turn]) -> Batch:
-        """The batch of before where it has room enough, since what was recorded holds its addresses."""
+        """The batch of before where it has room enough, since what was recorded holds its addresses.
+
+        Else one that has room for both, if memory allows, so that rounds of different shape do not take turns.
+        """
         rows, room = len(turns), max(turn.room for turn in turns)
         new_tokens = max(turn.request.sampling.max_new_tokens for turn in turns)
         known = self._batch
-        if known is None or known.rows < rows or known.room < room or known.new_tokens < new_tokens:
-            self._batch = known = None  # first frees the memory
-            self._batch = Batch(self.policy, rows, -(-room // 128) * 128, new_tokens, self.new_recorder())
-        assert self._batch is not None
+        if known is not None and known.rows >= rows and known.room >= room and known.new_tokens >= new_tokens:
+            return known
+        if known is not None:
+            new_tokens = max(new_tokens, known.new_tokens)
+            most_rows, most_room = max(rows, known.rows), max(room, known.room)
+            if most_rows * most_room * KeyValues.bytes_per_token(self.policy) <= self.cache_bytes:
+                rows, room = most_rows, most_room
+        self._batch = known = None  # frees the memory first
+        self._batch = Batch(self.policy, rows, -(-room // 128) * 128, new_tokens, self.new_recorder())
         return self._batch
 
     # --- prefill ---

@@ -140,6 +140,27 @@ def test_a_longer_turn_gets_a_larger_batch_and_new_records() -> None:
     assert len(tapes) == 2 and all(tape.records == 1 for tape in tapes)
 
 
+def test_rounds_of_different_shape_share_one_batch_where_memory_allows() -> None:
+    """Many short turns, then one long, then both again: recorded for the first, and for what holds both."""
+    stage = Stage(loaded(tiny_folder("qwen3")))
+    context, per_token = prompt(stage, "up?"), 512
+    room = 128 * -(-(len(context[0]) + 300) // 128)
+    for budget, batches in ((2**30, 2), (8 * 128 * per_token, 5)):
+        made: list[Tape] = []
+
+        def new(made: list[Tape] = made) -> Tape:
+            made.append(Tape())
+            return made[-1]
+
+        stage.engine = InProcessEngine(stage.policy, stage.vision, cache_bytes=budget, new_recorder=new)
+        for rows, tokens in ((8, 10), (1, 300), (8, 10), (1, 300), (8, 10)):
+            answers = generate_all(stage, [(context, params(seed, tokens)) for seed in range(rows)])
+            assert all(isinstance(answer, Generation) for answer in answers)
+        assert len(made) == batches
+        batch = stage.engine._batch
+        assert batch is not None and (batch.rows, batch.room) == ((8, room) if batches == 2 else (8, 128))
+
+
 def test_turns_wait_where_the_memory_has_no_room_for_all() -> None:
     """Room for two rows at a time; and what is kept between turns has no room for a third, which is computed again."""
     stage = Stage(loaded(tiny_folder("qwen3")))
