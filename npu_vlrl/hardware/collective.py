@@ -89,9 +89,12 @@ def peer(platform: Platform, rank: int, store: str, timeout_s: float) -> None:
     dist.init_process_group(
         name, init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=timeout_s)
     )
-    for device in devices:
-        values = torch.arange(1, 5, dtype=torch.float32, device=device) * (rank + 1)
-        dist.all_reduce(values)
-        if values.tolist() != [3, 6, 9, 12]:
-            raise HardwareError(f"a sum over {SIZE} processes on {device} is {values.tolist()} and not [3, 6, 9, 12]")
-    dist.destroy_process_group()
+    try:
+        for device in devices:
+            values = torch.arange(1, 5, dtype=torch.float32, device=device) * (rank + 1)
+            dist.all_reduce(values)
+            if values.tolist() != [3, 6, 9, 12]:
+                found = values.tolist()
+                raise HardwareError(f"a sum over {SIZE} processes on {device} is {found} and not [3, 6, 9, 12]")
+    finally:
+        dist.destroy_process_group()  # its threads would crash the end of a process that fails, and hide why

@@ -48,18 +48,18 @@ def test_what_an_npu_computes_itself() -> None:
 
 
 def test_a_platform_falls_back_op_by_op() -> None:
-    @kernels.register("swiglu", "cuda")
+    @kernels.register("patch_embed", "cuda")
     def fast() -> str:
         return "fast"
 
-    reference = kernels.op("swiglu")
+    reference = kernels.op("patch_embed")
     assert reference is not fast
     kernels.use("cuda")
-    assert kernels.op("swiglu") is fast and kernels.op("swiglu")() == "fast"
-    assert kernels.active()["swiglu"] == "cuda" and kernels.active()["rms_norm"] == "reference"
-    assert table.reference_of("swiglu") is reference
+    assert kernels.op("patch_embed") is fast and kernels.op("patch_embed")() == "fast"
+    assert kernels.active()["patch_embed"] == "cuda" and kernels.active()["add_at"] == "reference"
+    assert table.reference_of("patch_embed") is reference
     kernels.use("reference")
-    assert kernels.op("swiglu") is reference
+    assert kernels.op("patch_embed") is reference
 
 
 @pytest.mark.parametrize(("platform", "other"), [("cuda", "npu"), ("npu", "cuda")])
