@@ -84,7 +84,7 @@ def test_solved_by_another_term_and_feedback_of_all(file: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("hostile", ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{(2^{100000})!}", "hang"])
+@pytest.mark.parametrize("hostile", ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{(10^{8})!}", "hang"])
 def test_a_hostile_answer_costs_one_deadline_and_the_next_is_judged_right(judge: WeightedJudge, hostile: str) -> None:
     assert ask(judge, "\\boxed{5}").solved  # started
     with pytest.raises(JudgeError, match=r"task t/1: the rule '(geometry3k|python)' took longer than 1\.5 s"):
