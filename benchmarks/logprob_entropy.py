@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.setup import seconds
 from npu_vlrl.hardware import Platform, select
 from npu_vlrl.kernels import reference, triton_logprob
 
@@ -38,17 +37,9 @@ def all_at_once(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1)
 
 
-def milliseconds(function: Callable[[], object], platform: Platform, repeats: int = 10) -> float:
-    """The median of single runs, after three to warm up; on the host's clock, until the device is done."""
-    times = []
-    for run in range(repeats + 3):
-        platform.synchronize()
-        began = time.perf_counter()
-        function()
-        platform.synchronize()
-        if run >= 3:
-            times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
+def milliseconds(function: Callable[[], object], platform: Platform) -> float:
+    """The median of 10 runs, after three to warm up."""
+    return 1e3 * seconds(function, platform, repeats=10, warm_up=3)
 
 
 def rate_of_a_product(dtype: torch.dtype, platform: Platform) -> float:

@@ -51,15 +51,6 @@ class MicroBatch:
     """See `Credit`; zeros where nothing was estimated."""
 
 
-def plan(samples: Sequence[Sample], max_tokens: int, placeholder: int | None) -> list[list[int]]:
-    """Indices of samples for each micro-batch of up to `max_tokens` distinct tokens; `placeholder` is that of images.
-
-    A group stays together, so that what its members share is computed once; only one that is too large is divided,
-    between members that share least. Best fit, largest first. A sample over `max_tokens` stands alone.
-    """
-    return plan_ranks(samples, max_tokens, placeholder, 1, lambda members, tree: tree.bounds[-1])[0]
-
-
 def plan_ranks(
     samples: Sequence[Sample],
     max_tokens: int,
@@ -67,10 +58,13 @@ def plan_ranks(
     ranks: int,
     cost: Callable[[Sequence[Sample], Tree], float],
 ) -> list[list[list[int]]]:
-    """For each rank its micro-batches, as of `plan`. All ranks have as many: what has nothing left to do gets empty
-    ones, for every rank must take part in what all do together.
+    """For each rank its micro-batches: indices of samples with up to `max_tokens` distinct tokens together;
+    `placeholder` is that of images. All ranks have as many: what has nothing left to do gets empty ones, for every rank
+    must take part in what all do together.
 
-    What stays together goes to a rank as a whole; `cost` says how much work it is, by its samples and their tree.
+    A group stays together, so that what its members share is computed once; only one that is too large is divided,
+    between members that share least. Best fit, largest first. A sample over `max_tokens` stands alone. What stays
+    together goes to a rank as a whole; `cost` says how much work it is, by its samples and their tree.
     """
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):

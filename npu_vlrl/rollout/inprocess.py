@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class _Turn:
     cached: RowCache | None
     """What the session's turn before left behind, if this one continues it."""
     outcome: Outcome | None = None
-    next_position: int = field(default=0)
+    next_position: int = 0
     """Rotary position of the first new token."""
 
     def work(self) -> object:

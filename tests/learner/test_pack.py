@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.learner.flops import ModelFlops, seen_pairs
-from npu_vlrl.learner.pack import MicroBatch, balance, collate, fit, idle, plan, plan_ranks
+from npu_vlrl.learner.pack import MicroBatch, balance, collate, fit, idle, plan_ranks
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Image, Sample, Segment, SegmentKind, SpecialTokens
 from npu_vlrl.workflow.export import export
@@ -31,6 +31,11 @@ def vision_model() -> LoadedModel:
 @pytest.fixture
 def loaded() -> LoadedModel:
     return vision_model()
+
+
+def plan(samples: Sequence[Sample], max_tokens: int, placeholder: int | None) -> list[list[int]]:
+    """The micro-batches of one rank, which takes all, whatever they cost."""
+    return plan_ranks(samples, max_tokens, placeholder, 1, lambda members, tree: tree.bounds[-1])[0]
 
 
 # --- bins ------------------------------------------------------------------------------------------------------------
