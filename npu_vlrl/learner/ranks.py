@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -48,6 +48,12 @@ class Ranks:
             values = values.clone()
             dist.all_reduce(values, group=self._group)
         return values
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Writes the first rank's values into the tensors of all, which are on the host or on the device."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), group=self._group, group_src=0)
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """A tensor of the host from each rank, in their order; all have the same shape and dtype."""
