@@ -147,9 +147,9 @@ class LearnerGroup:
             for name, number, theirs in zip(ours, ours.values(), answer["sums"], strict=True):
                 if number != theirs:
                     raise LearnerError(
-                        f"{self._world.channel(rank).peer} holds another {name} than rank 0 after {what!r}: they did not "
-                        "take the same steps. Start all processes with the same release on the same kind of device, and "
-                        "go on from the last checkpoint with run.if_exists=resume"
+                        f"{self._world.channel(rank).peer} holds another {name} than rank 0 after {what!r}: they did "
+                        "not take the same steps. Start all processes with the same release on the same kind of "
+                        "device, and go on from the last checkpoint with run.if_exists=resume"
                     )
 
 

@@ -12,17 +12,15 @@ logprobs, versions, rewards (of all segments, then reward and outcome of each sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from npu_vlrl.rollout.wire import FLOATS, INTEGERS, PictureReader, PictureWriter, as_bytes
 from npu_vlrl.sync.channel import Message
 from npu_vlrl.types import Credit, ImageInput, Sample, Scores, Segment, SegmentKind, SpecialTokens, StopReason
-
-T = TypeVar("T")
 
 SCORES = ("proximal_N", "reference_N", "values_N")
 CREDIT = ("advantages_N", "returns_N", "critic_N")
@@ -82,58 +80,58 @@ class SampleReader:
         """Raises ValueError when a segment is not a valid one, or a picture not the one that its hash names."""
         content, (ids, logprobs, versions, rewards, arrays, *pixels) = message.content, message.blobs
         images = self._pictures.unpack(content, pixels)
-        numbers = [iter(np.frombuffer(blob, INTEGERS).tolist()) for blob in (ids, versions)]
-        floats = [iter(np.frombuffer(blob, FLOATS).tolist()) for blob in (logprobs, rewards)]
-        segments = [self._segment(described, images, *numbers, *floats) for described in content["segments"]]
-        samples, offset = [], 0
-        for *names, shown, trained, first_turn, states, observations, described in content["samples"]:
-            name, group, episode = names
-            found: list[np.ndarray | None] = []
-            for one in described:
-                found.append(None if one is None else np.frombuffer(arrays, one[0], one[1], offset).copy())
-                offset += 0 if found[-1] is None else found[-1].nbytes
-            scores, credit = (
-                dict(zip(fields, found[i : i + 3], strict=True)) for i, fields in ((0, SCORES), (3, CREDIT))
-            )
-            samples.append(
-                Sample(
-                    name,
-                    group,
-                    tuple(segments[number] for number in shown),
-                    tuple(trained),
-                    next(floats[1]),
-                    next(floats[1]),
-                    episode,
-                    first_turn,
-                    tuple(states),
-                    observations,
-                    Scores(**scores),
-                    None if found[3] is None else Credit(**credit),  # type: ignore[arg-type]  # all three, or none
+        tokens, numbers = (iter(np.frombuffer(blob, INTEGERS).tolist()) for blob in (ids, versions))
+        chances, earned = (iter(np.frombuffer(blob, FLOATS).tolist()) for blob in (logprobs, rewards))
+        segments = []
+        for kind, size, shown, stop_reason in content["segments"]:
+            sampled = size if kind == SegmentKind.ACTION else 0
+            segments.append(
+                Segment(
+                    SegmentKind(kind),
+                    tuple(islice(tokens, size)),
+                    self._special,
+                    tuple(images[number] for number in shown),
+                    tuple(islice(chances, sampled)),
+                    tuple(islice(numbers, sampled)),
+                    None if stop_reason is None else StopReason(stop_reason),
+                    next(earned),
                 )
             )
-        return samples
+        read = _Arrays(arrays).read
+        return [
+            Sample(
+                name,
+                group,
+                tuple(segments[number] for number in held),
+                tuple(trained),
+                next(earned),
+                next(earned),
+                episode,
+                first_turn,
+                tuple(states),
+                observations,
+                Scores(*map(read, described[:3])),
+                None if described[3] is None else Credit(*map(read, described[3:])),  # type: ignore[arg-type]
+            )
+            for name, group, episode, held, trained, first_turn, states, observations, described in content["samples"]
+        ]
 
-    def _segment(
-        self,
-        described: Sequence[Any],
-        images: Sequence[ImageInput],
-        ids: Iterator[int],
-        versions: Iterator[int],
-        logprobs: Iterator[float],
-        rewards: Iterator[float],
-    ) -> Segment:
-        kind, n_tokens, shown, stop_reason = described
-        n_sampled = n_tokens if kind == SegmentKind.ACTION else 0
-        return Segment(
-            SegmentKind(kind),
-            _take(ids, n_tokens),
-            self._special,
-            tuple(images[number] for number in shown),
-            _take(logprobs, n_sampled),
-            _take(versions, n_sampled),
-            None if stop_reason is None else StopReason(stop_reason),
-            next(rewards),
-        )
+
+class _Arrays:
+    """Arrays that stand one behind the other in a blob."""
+
+    def __init__(self, blob: bytes) -> None:
+        self._blob = blob
+        self._offset = 0
+
+    def read(self, described: tuple[str, int] | None) -> np.ndarray | None:
+        """The next one, by type and length."""
+        if described is None:
+            return None
+        dtype, length = described
+        array = np.frombuffer(self._blob, dtype, length, self._offset).copy()
+        self._offset += array.nbytes
+        return array
 
 
 def _describe(sample: Sample, arrays: list[bytes]) -> list[tuple[str, int] | None]:
@@ -142,7 +140,3 @@ def _describe(sample: Sample, arrays: list[bytes]) -> list[tuple[str, int] | Non
     found += [getattr(sample.credit, name, None) for name in CREDIT]
     arrays += [array.tobytes() for array in found if array is not None]
     return [None if array is None else (array.dtype.str, len(array)) for array in found]
-
-
-def _take(values: Iterator[T], count: int) -> tuple[T, ...]:
-    return tuple(islice(values, count))

@@ -77,7 +77,7 @@ class World:
 
     def new_group(self) -> dist.ProcessGroup:
         """A group of all processes, which call this at the same time; its collectives wait `timeout_s` at most."""
-        group = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
+        group = dist.new_group(backend=self._platform.process_group_backend, timeout=timedelta(seconds=self.timeout_s))
         assert group is not None  # this process is in it
         return group
 
