@@ -226,7 +226,10 @@ def guarded_work(work: Callable[[], T], world: World, look: Callable[[], None]) 
     except RuntimeError as error:
         if isinstance(error, (LearnerError, PeerError)):
             raise
-        raise LearnerError(f"an update of several learners failed: {type(error).__name__}: {error}") from error
+        raise LearnerError(
+            f"an update of several learners failed: {type(error).__name__}: {error}; the output of each process says "
+            "more. Start the training again with run.if_exists=resume to go on from the last checkpoint"
+        ) from error
     if refusals:
         raise refusals[0]
     return results[0]
