@@ -144,7 +144,7 @@ train() {
 }
 
 # PROCESSES ARGUMENT...: one process is learner and engine in one; of more, on one machine or on several, the first is
-# the learner and each other one an engine on a device of its own.
+# the learner and each other one an engine on a device of its own. With train.learners=all each is both.
 start() {
     local processes=$1 nodes=${NNODES:-1} rendezvous=(--standalone)
     shift

@@ -5,7 +5,8 @@
 #   NPU_VLRL_PYTHON=/path/to/python  uses that interpreter as it is, for example a container image's own, and installs
 #                                    nothing; else .venv-npu is made from requirements-npu.txt
 #   NPU_VLRL_PROCESSES=N             processes on this machine; on NPUs as many as devices are visible. The first is the
-#                                    learner, each other one an engine; 1 is both in one
+#                                    learner, each other one an engine; 1 is both in one, and with
+#                                    train.learners=all each is both
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT
 #                                    several machines: start the script on each, with the same NNODES and MASTER_ADDR
 #   NPU_VLRL_HOST_CANN=1             no NPU: the same script and the real torch_npu, on the tests' stand-in for CANN

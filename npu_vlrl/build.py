@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,17 @@ from npu_vlrl.data.source import TaskSource
 from npu_vlrl.data.synthetic import arrow_task, episode_task, load_photos, photo_task
 from npu_vlrl.hardware import Platform, select
 from npu_vlrl.learner.algorithm import Algorithm, resolve
+from npu_vlrl.learner.group import LearnerGroup, follow
+from npu_vlrl.learner.ranks import Ranks
+from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.load import LoadedModel, load_model, model_folder
+from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout import remote
 from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.rollout.serve import serve
-from npu_vlrl.sync.world import Peer, PeerError, World, join, local_rank, started_processes
+from npu_vlrl.sync.world import PeerError, World, join, local_rank, started_processes
 from npu_vlrl.types import DataError, Environment, Task
 from npu_vlrl.workflow.environments import game_environments
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
@@ -46,8 +51,10 @@ class Parts:
     loaded: LoadedModel
     vision: VisionFeatures
     engine: RoundEngine
-    engine_processes: tuple[Peer, ...]
-    """Empty where the engine is in the learner's process."""
+    world: World | None
+    """None where this is the only process."""
+    ranks: Ranks
+    """Those that learn together; this process alone, unless `train.learners` is `all`."""
     workflow: VisionMultiTurnAgenticWorkflow
     algorithm: Algorithm
     train_tasks: TaskSource
@@ -59,10 +66,10 @@ class Parts:
 
 
 def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
-    """Builds all parts; processes that they start, and engine processes, end with `cleanup`.
+    """Builds all parts; processes that they start, and the other ranks, end with `cleanup`.
 
     Raises ConfigError or HardwareError before anything expensive happens, as far as that can be known; and what
-    `remote.RemoteEngine` raises when an engine process cannot begin.
+    `remote.RemoteEngine` raises when another rank cannot begin.
     """
     platform = _prepare(config)
     algorithm = resolve(config.algorithm)
@@ -77,6 +84,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
         eval_tasks, eval_skipped = evaluation_tasks(config, setting.check_gold)
     world = _join_engines(config, platform, cleanup) if started_processes() > 1 else None
+    ranks = _ranks(config, world)
     with _blaming("model"):
         if world is not None:
             model_folder(config.model.path, run_dir / "model", config.train.seed)  # engines may read it now
@@ -86,6 +94,8 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     engine: RoundEngine
     if world is None:
         engine = _engine(config, platform, loaded, vision)
+    elif config.train.learners == "all":
+        engine = remote.LearnersEngine(world, _engine(config, platform, loaded, vision))
     else:
         engine = remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
     schemas, processor = setting.schemas, loaded.processor
@@ -99,7 +109,8 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         loaded,
         vision,
         engine,
-        world.peers[1:] if world is not None else (),
+        world,
+        ranks,
         workflow,
         algorithm,
         train_tasks,
@@ -148,21 +159,50 @@ def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
 
 
 def run_engine(config: Config) -> None:
-    """The whole life of an engine process. It writes nothing but the model of a `tiny:` path on a machine of its own.
+    """The whole life of a process that rank 0 tells what to do: it samples, and learns if `train.learners` is `all`.
+
+    It writes nothing but the model of a `tiny:` path on a machine of its own.
 
     Raises what `serve` raises.
     """
     platform = _prepare(config)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process; the learner's word is enough
     world = join(platform, config.sync.timeout_s)
+    ranks = _ranks(config, world)
 
     def engine(scratch: Path) -> InProcessEngine:
         own = scratch if scratch.is_dir() else scratch.with_name(f"{scratch.name}.{world.rank}")
         loaded, vision = _load(config, own, platform)
         return _engine(config, platform, loaded, vision)
 
-    serve(world, engine)
+    if config.train.learners == "all":
+        serve(world, engine, follow(partial(_new_learner, config, platform, ranks), platform))
+    else:
+        serve(world, engine)
     world.close()
+
+
+def new_learners(config: Config, parts: Parts) -> LearnerGroup:
+    """The learner of this run, whose KL reference is the policy as it is now; all of them, if every process learns."""
+    new = partial(_new_learner, config, parts.platform, parts.ranks, parts.loaded.policy, parts.vision)
+    return LearnerGroup(new, parts.world if parts.ranks.size > 1 else None)
+
+
+def _new_learner(config: Config, platform: Platform, ranks: Ranks, policy: Policy, vision: VisionFeatures) -> Learner:
+    """One rank's; it begins with the policy of rank 0."""
+    ranks.share(policy.trainable().values())
+    return Learner(
+        policy,
+        vision,
+        config.algorithm,
+        resolve(config.algorithm),
+        config.optim,
+        config.rollout.temperature,
+        config.train.steps,
+        config.critic,
+        ranks,
+        platform,
+    )
 
 
 def _prepare(config: Config) -> Platform:
@@ -184,6 +224,11 @@ def _load(config: Config, scratch: Path, platform: Platform) -> tuple[LoadedMode
 def _engine(config: Config, platform: Platform, loaded: LoadedModel, vision: VisionFeatures) -> InProcessEngine:
     new_recorder = platform.recorder if config.rollout.record else lambda: None
     return InProcessEngine(loaded.policy, vision, config.rollout.cache_mib * 2**20, new_recorder)
+
+
+def _ranks(config: Config, world: World | None) -> Ranks:
+    """All processes call it as soon as they have met."""
+    return Ranks(world.new_group() if world is not None and config.train.learners == "all" else None)
 
 
 def _join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:

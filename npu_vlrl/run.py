@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from npu_vlrl.build import Parts, build, run_engine
+from npu_vlrl.build import Parts, build, new_learners, run_engine
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluate import accuracies, evaluate
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
-from npu_vlrl.learner.state import export_model, load_learner, save_learner
-from npu_vlrl.learner.trainer import Learner
+from npu_vlrl.learner.group import LearnerGroup
+from npu_vlrl.learner.state import export_model
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.metrics import rollout_metrics
 from npu_vlrl.report.run_folder import RunFolder, versions
@@ -34,30 +34,19 @@ class Run:
         self.console = cleanup.enter_context(ConsoleReport(config.train.steps))
         platform = self.parts.platform
         self.console.line(f"{platform.name}: {platform.describe()}; run folder {self.folder.path}")
-        for peer in self.parts.engine_processes:
-            self.console.line(f"sampling in {peer}")
+        for peer in self.parts.world.peers[1:] if self.parts.world is not None else ():
+            self.console.line(f"{'learning and ' if self.parts.ranks.size > 1 else ''}sampling in {peer}")
         for message in self.parts.eval_skipped:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
         """`baseline` and `final`; they survive a stop."""
         self._told_records = self._told_updates = 0
 
-    def new_learner(self) -> Learner:
-        """A learner whose KL reference is the policy as it is now."""
-        config, parts = self.config, self.parts
-        return Learner(
-            parts.loaded.policy,
-            parts.vision,
-            config.algorithm,
-            parts.algorithm,
-            config.optim,
-            config.rollout.temperature,
-            config.train.steps,
-            config.critic,
-            platform=parts.platform,
-        )
+    def new_learner(self) -> LearnerGroup:
+        """See `build.new_learners`."""
+        return new_learners(self.config, self.parts)
 
-    def resume(self, learner: Learner) -> int:
+    def resume(self, learner: LearnerGroup) -> int:
         """Restores the newest checkpoint; returns the steps done, 0 for a new run.
 
         Raises ConfigError when it has done more than `train.steps`, and CheckpointError when it does not fit.
@@ -65,7 +54,7 @@ class Run:
         step = 0
         newest = latest(self.folder.checkpoints)
         if newest is not None:
-            step, state = load_learner(newest, learner, self.parts.platform)
+            step, state = learner.load(newest, self.parts.platform)
             if step > self.config.train.steps:
                 raise ConfigError(
                     f"train.steps: {newest} has done {step} steps already, more than {self.config.train.steps}; "
@@ -122,7 +111,7 @@ class Run:
         return results["all"]
 
     def report(
-        self, step: int, rollout: Rollout, samples: Sequence[Sample], metrics: dict[str, float], learner: Learner
+        self, step: int, rollout: Rollout, samples: Sequence[Sample], metrics: dict[str, float], learner: LearnerGroup
     ) -> None:
         """Shows and records a finished step."""
         run, trajectories = self.config.run, rollout.trajectories
@@ -153,7 +142,7 @@ class Run:
         if (step + 1) % run.log_every == 0:
             self.console.step(step + 1, metrics)
 
-    def _troubles(self, rollout: Rollout, learner: Learner) -> Iterator[str]:
+    def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
         """What went wrong since the last call."""
         yield from rollout.errors
         yield from (turn.judge_error for t in rollout.trajectories for turn in t.turns if turn.judge_error)
@@ -162,12 +151,11 @@ class Run:
         yield from (f"update skipped, not finite: sample {name}" for name in learner.skipped[self._told_updates :])
         self._told_records, self._told_updates = len(records), len(learner.skipped)
 
-    def save(self, steps: int, learner: Learner) -> Path:
-        self.parts.engine.forget_features()  # as `save_learner` does with the learner's
+    def save(self, steps: int, learner: LearnerGroup) -> Path:
+        self.parts.engine.forget_features()  # as `learner.save` does with the learner's
         state = {"tasks": self.parts.train_tasks.state_dict(), "evaluations": self.evaluations}
-        return save_learner(
-            self.folder.checkpoints, steps, learner, self.parts.platform, state, self.config.run.keep_checkpoints
-        )
+        keep = self.config.run.keep_checkpoints
+        return learner.save(self.folder.checkpoints, steps, self.parts.platform, state, keep)
 
     def finish(self, seconds: float) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder and the summary, and shows it."""

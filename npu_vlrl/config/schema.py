@@ -311,6 +311,8 @@ class TrainConfig(Section):
     seed: CountOrOff = 0
     threads: CountOrOff = 0
     """CPU threads of PyTorch; 0 leaves its default."""
+    learners: Literal["one", "all"] = "one"
+    """Of several processes the first learns and the others sample for it, or all of them learn and sample."""
 
 
 class EvalConfig(Section):
@@ -324,12 +326,13 @@ class EvalConfig(Section):
 
 
 class SyncConfig(Section):
-    """How the learner and its engine processes talk, where several processes were started."""
+    """How processes talk, where several were started."""
 
     bucket_mib: Count = 256
-    """Weights travel in buckets of this many MiB; the learner holds two, each engine all that is sent."""
+    """Weights travel to engines in buckets of this many MiB; the learner holds two, each engine all that is sent."""
     timeout_s: Positive = 1800.0
-    """Longest wait for a round of turns or a transfer of weights. A process that ended is noticed at once."""
+    """Longest wait for a round of turns, a transfer of weights, or another learner. A process that ended is noticed at
+    once."""
 
 
 class Config(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class Ranks:
     All are given the same samples, begin with the same weights, and call the same methods in the same order; a rank
     that has nothing to say says zeros. The group moves tensors of the host, and those of the device that the weights
     are on, as one of the backend `Platform.process_group_backend` does. A rank that fails leaves the others waiting
-    until the group's timeout, which then raises.
+    until the group's timeout, which then raises; `LearnerGroup` notices before.
 
     Example: `Learner(..., ranks=Ranks(torch.distributed.group.WORLD))`
     """
@@ -48,6 +48,12 @@ class Ranks:
             values = values.clone()
             dist.all_reduce(values, group=self._group)
         return values
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Writes the first rank's values into the tensors of all, which are on the host or on the device."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), group=self._group, group_src=0)
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """A tensor of the host from each rank, in their order; all have the same shape and dtype."""

@@ -40,7 +40,7 @@ def save_learner(
     on computes what a resumed one does, bit by bit.
     """
     learner.forget_features()
-    trained = _trained(learner)
+    trained = trained_by(learner)
     stepped = {
         f"{moment}.{name}": optimizer.state[master(p)][moment]
         for name, (p, optimizer) in trained.items()
@@ -65,7 +65,7 @@ def load_learner(path: Path, learner: Learner, platform: Platform) -> tuple[int,
     Raises CheckpointError when the checkpoint belongs to another model, naming what differs.
     """
     content = checkpoint.load(path, learner.policy.device)
-    trained = _trained(learner)
+    trained = trained_by(learner)
     _check_names(path, content.weights, {name: p for name, (p, _) in trained.items()})
     for name, (parameter, optimizer) in trained.items():
         stepped = master(parameter)
@@ -99,7 +99,7 @@ def export_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, source: Pat
     partial.rename(target)
 
 
-def _trained(learner: Learner) -> dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer]]:
+def trained_by(learner: Learner) -> dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer]]:
     """Everything that is trained, by name, with the optimiser that steps it."""
     found: dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer]] = {
         name: (p, learner.optimizer) for name, p in learner.parameters.items()

@@ -1,4 +1,4 @@
-"""The learner's view of the engine processes: one engine whose rounds are shared out among them.
+"""The learner's view of several processes that sample: one engine whose rounds are shared out among them.
 
 A session stays in one process for life, where its keys and values are, and all members of a group in the same one, so
 that their prompt is prefilled once. A new group goes to the process with the fewest open sessions: what each computes
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import EngineCounts, EngineError, Outcome, Request, RoundEngine
 from npu_vlrl.rollout.wire import RoundWriter, unpack_outcomes
 from npu_vlrl.sync.channel import Channel, Message
@@ -47,26 +48,26 @@ def stop(world: World) -> None:
     world.close()
 
 
-class RemoteEngine(RoundEngine):
-    """See `types.Engine`."""
+class SharedEngine(RoundEngine):
+    """See `types.Engine`. Its rounds are shared out."""
 
-    def __init__(self, world: World, parameters: Mapping[str, Tensor], bucket_bytes: int) -> None:
-        """`parameters` are the trained ones of the learner. Waits until every engine process has loaded its model.
+    def __init__(self, world: World, own: InProcessEngine | None = None) -> None:
+        """`own` is this process's engine, where it has one. Waits until every other process has loaded its model.
 
-        Raises EngineError when one cannot, PeerError when one is gone, and SyncError when its model is another one.
+        Raises EngineError when one cannot, and PeerError when one is gone.
         """
         super().__init__()
         self.links = [_Link(channel, world.timeout_s) for channel in channels(world)]
         for link in self.links:
             link.receive("ready", world.start_timeout_s)
-        self._sender = WeightSender(world, parameters, bucket_bytes)
-        self._homes: dict[int, _Link] = {}
+        self._places: list[_Here | _Link] = [*([_Here(own)] if own else []), *self.links]
+        self._homes: dict[int, _Here | _Link] = {}
         """Where each open session is."""
 
     async def play(self, requests: Sequence[Request]) -> list[Outcome]:
         shares = self._share(requests)
-        answers = await asyncio.gather(*(_in_thread(link.ask(share)) for link, share in shares.items()))
-        self.counts = EngineCounts(*map(sum, zip(*(astuple(link.counts) for link in self.links), strict=True)))
+        answers = await asyncio.gather(*(place.ask(share) for place, share in shares.items()))
+        self.counts = EngineCounts(*map(sum, zip(*(astuple(place.counts) for place in self._places), strict=True)))
         outcomes = {
             request.session: outcome
             for share, answer in zip(shares.values(), answers, strict=True)
@@ -74,34 +75,75 @@ class RemoteEngine(RoundEngine):
         }
         return [outcomes[request.session] for request in requests]
 
+    def forget_features(self) -> None:
+        for place in self._places:
+            place.forget_features()
+
+    def forget_session(self, number: int) -> None:
+        place = self._homes.pop(number, None)
+        if place is not None:
+            place.forget_session(number)
+
+    def _share(self, requests: Sequence[Request]) -> dict[_Here | _Link, list[Request]]:
+        """The requests of each engine; sessions that are new get a home."""
+        load = Counter(self._homes.values())
+        together: dict[object, _Here | _Link] = {}
+        shares: dict[_Here | _Link, list[Request]] = {}
+        for request in requests:
+            home = self._homes.get(request.session)
+            if home is None:
+                prompt = request.prompt()
+                home = together.get(prompt) or min(self._places, key=lambda place: load[place])
+                self._homes[request.session] = together[prompt] = home
+                load[home] += 1
+            shares.setdefault(home, []).append(request)
+        return shares
+
+
+class RemoteEngine(SharedEngine):
+    """Of a learner that samples nothing itself: the engine processes get its weights."""
+
+    def __init__(self, world: World, parameters: Mapping[str, Tensor], bucket_bytes: int) -> None:
+        """`parameters` are the trained ones of the learner.
+
+        Raises what `SharedEngine` raises, and SyncError when the model of an engine process is another one.
+        """
+        super().__init__(world)
+        self._sender = WeightSender(world, parameters, bucket_bytes)
+
     def weights_changed(self, version: int) -> dict[str, float]:
         report = self._sender.send(version)
         self.weight_version = version
         return {"sync/bytes": report.bytes_sent, "sync/seconds": report.seconds}
 
-    def forget_features(self) -> None:
+
+class LearnersEngine(SharedEngine):
+    """Of processes that all learn and sample: each has stepped its weights itself, and none are sent."""
+
+    def __init__(self, world: World, own: InProcessEngine) -> None:
+        """Raises what `SharedEngine` raises."""
+        super().__init__(world, own)
+        self._own = own
+
+    def weights_changed(self, version: int) -> dict[str, float]:
         for link in self.links:
-            link.channel.send("forget_features")
+            link.channel.send("weights_changed", {"version": version})
+        self.weight_version = version
+        return self._own.weights_changed(version)
 
-    def forget_session(self, number: int) -> None:
-        link = self._homes.pop(number, None)
-        if link is not None:
-            link.closed.append(number)
 
-    def _share(self, requests: Sequence[Request]) -> dict[_Link, list[Request]]:
-        """The requests of each engine; sessions that are new get a home."""
-        load = Counter(self._homes.values())
-        together: dict[object, _Link] = {}
-        shares: dict[_Link, list[Request]] = {}
-        for request in requests:
-            home = self._homes.get(request.session)
-            if home is None:
-                prompt = request.prompt()
-                home = together.get(prompt) or min(self.links, key=lambda link: load[link])
-                self._homes[request.session] = together[prompt] = home
-                load[home] += 1
-            shares.setdefault(home, []).append(request)
-        return shares
+class _Here:
+    """The engine of this process. It plays while the others do, since those have been asked before."""
+
+    def __init__(self, engine: InProcessEngine) -> None:
+        self._engine = engine
+        self.ask = engine.play
+        self.forget_features = engine.forget_features
+        self.forget_session = engine.forget_session
+
+    @property
+    def counts(self) -> EngineCounts:
+        return self._engine.counts
 
 
 class _Link:
@@ -115,11 +157,17 @@ class _Link:
         self._timeout_s = timeout_s
         self._writer = RoundWriter()
 
-    def ask(self, requests: Sequence[Request]) -> Callable[[], list[Outcome]]:
-        """Packs a round; what is returned sends it and waits for the answer."""
+    def ask(self, requests: Sequence[Request]) -> Awaitable[list[Outcome]]:
+        """Asks at once, in a thread; the answer is awaited."""
         content, blobs = self._writer.pack(requests)
         content["closed"], self.closed = self.closed, []
-        return partial(self._play, content, blobs)
+        return _in_thread(partial(self._play, content, blobs))
+
+    def forget_features(self) -> None:
+        self.channel.send("forget_features")
+
+    def forget_session(self, number: int) -> None:
+        self.closed.append(number)
 
     def _play(self, content: dict[str, Any], blobs: list[bytes]) -> list[Outcome]:
         self.channel.send("round", content, blobs)

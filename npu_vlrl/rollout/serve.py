@@ -1,28 +1,55 @@
-"""What an engine process does: it plays rounds and takes new weights, as the learner says, until it is told to stop."""
+"""What an engine process does: it plays rounds and follows the learner's words, until it is told to stop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, replace
 from pathlib import Path
 
 from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.wire import RoundReader, pack_outcomes
-from npu_vlrl.sync.channel import Channel
+from npu_vlrl.sync.channel import Channel, Message
 from npu_vlrl.sync.weights import WeightReceiver
 from npu_vlrl.sync.world import LEARNER, PeerError, World
 
+Handlers = Mapping[str, Callable[[Message], None]]
+"""What to do with a message of each kind."""
 
-def serve(world: World, load: Callable[[Path], InProcessEngine]) -> None:
-    """`load` makes the engine, once the learner says where a `tiny:` model is.
+
+def weights_by_transfer(world: World, engine: InProcessEngine) -> Handlers:
+    """Of an engine that gets its weights from the learner."""
+    receiver = WeightReceiver(world, dict(engine.policy.model.named_parameters()))
+
+    def weights(message: Message) -> None:
+        version = receiver.receive(message)
+        if version is not None:
+            engine.weights_changed(version)
+
+    return {"weights": weights}
+
+
+def serve(
+    world: World,
+    load: Callable[[Path], InProcessEngine],
+    duties: Callable[[World, InProcessEngine], Handlers] = weights_by_transfer,
+) -> None:
+    """`load` makes the engine, once the learner says where a `tiny:` model is; `duties` are what it does beside rounds.
 
     Raises PeerError when the learner is gone. Any other error is told to the learner, and raised when that has ended:
     whoever started the processes ends all of them as soon as one fails, and the learner should say why first.
     """
     channel = world.channel(LEARNER)
     try:
-        _serve(world, channel, load)
+        first = channel.receive()
+        if first.kind == "stop":
+            return
+        engine = load(Path(first.content["scratch"]))
+        channel.send("ready")
+        handlers = {**_rounds(channel, engine), **duties(world, engine)}
+        while (message := channel.receive()).kind != "stop":
+            assert message.kind in handlers, f"the learner sent {message.kind}"
+            handlers[message.kind](message)
     except PeerError:
         raise
     except Exception as error:
@@ -33,31 +60,14 @@ def serve(world: World, load: Callable[[Path], InProcessEngine]) -> None:
         raise
 
 
-def _serve(world: World, channel: Channel, load: Callable[[Path], InProcessEngine]) -> None:
-    first = channel.receive()
-    if first.kind == "stop":
-        return
-    engine = load(Path(first.content["scratch"]))
-    channel.send("ready")
-    receiver = WeightReceiver(world, dict(engine.policy.model.named_parameters()))
-    reader = RoundReader()
-    while True:
-        message = channel.receive()
-        match message.kind:
-            case "round":
-                for number in message.content["closed"]:
-                    engine.forget_session(number)
-                content, blobs = pack_outcomes(engine.sample(reader.unpack(message)))
-                vision = engine.vision
-                counts = replace(engine.counts, images_referenced=vision.referenced, images_encoded=vision.encoded)
-                channel.send("answers", {**content, "counts": astuple(counts)}, blobs)
-            case "weights":
-                version = receiver.receive(message)
-                if version is not None:
-                    engine.weights_changed(version)
-            case "forget_features":
-                engine.forget_features()
-            case "stop":
-                return
-            case kind:
-                raise AssertionError(f"the learner sent {kind}")
+def _rounds(channel: Channel, engine: InProcessEngine) -> Handlers:
+    reader, vision = RoundReader(), engine.vision
+
+    def play(message: Message) -> None:
+        for number in message.content["closed"]:
+            engine.forget_session(number)
+        content, blobs = pack_outcomes(engine.sample(reader.unpack(message)))
+        counts = replace(engine.counts, images_referenced=vision.referenced, images_encoded=vision.encoded)
+        channel.send("answers", {**content, "counts": astuple(counts)}, blobs)
+
+    return {"round": play, "forget_features": lambda _: engine.forget_features()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -25,10 +25,10 @@ KEPT_BYTES = 2**28
 """Pixels that an engine process keeps for later rounds."""
 
 
-class RoundWriter:
-    """The learner's side of one engine. It knows which pictures that engine holds, so that pixels travel once.
+class PictureWriter:
+    """Knows which pictures a reader holds, so that pixels travel once.
 
-    What was used longest ago is dropped when all together exceed `kept_bytes`, but nothing that the round needs.
+    What was used longest ago is dropped when all together exceed `kept_bytes`, but nothing that the message needs.
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
@@ -36,16 +36,11 @@ class RoundWriter:
         self._held: OrderedDict[str, int] = OrderedDict()
         """Bytes of each picture by hash, in the order of use."""
 
-    def pack(self, requests: Sequence[Request]) -> tuple[dict[str, Any], list[bytes]]:
-        """Content and blobs of a message that `RoundReader.unpack` reads back."""
-        numbers: dict[ImageInput, int] = {}
-        asked = []
-        for request in requests:
-            shown = [numbers.setdefault(image, len(numbers)) for image in request.images]
-            asked.append([request.session, len(request.token_ids), shown, dataclasses.astuple(request.sampling)])
+    def pack(self, images: Iterable[ImageInput]) -> tuple[dict[str, Any], list[bytes]]:
+        """The `pictures` and `dropped` of a message, and the pixels that come along; the images are distinct."""
         pictures: list[Any] = []
         pixels: list[bytes] = []
-        for image in numbers:
+        for image in images:
             rgb, name = image.image.rgb, image.image.hash
             is_new = name not in self._held
             if is_new:
@@ -53,9 +48,7 @@ class RoundWriter:
             self._held[name] = rgb.nbytes
             self._held.move_to_end(name)
             pictures.append([name, image.grid, image.n_tokens, rgb.shape[:2] if is_new else None])
-        dropped = self._drop({image.image.hash for image in numbers})
-        ids = _bytes([token for request in requests for token in request.token_ids], INTEGERS)
-        return {"requests": asked, "pictures": pictures, "dropped": dropped}, [ids, *pixels]
+        return {"pictures": pictures, "dropped": self._drop({name for name, *_ in pictures})}, pixels
 
     def _drop(self, needed: set[str]) -> list[str]:
         dropped = []
@@ -68,26 +61,57 @@ class RoundWriter:
         return dropped
 
 
-class RoundReader:
-    """The engine's side: keeps the pictures that came until it is told to drop them."""
+class PictureReader:
+    """Keeps the pictures that came until it is told to drop them."""
 
     def __init__(self) -> None:
         self._held: dict[str, Image] = {}
 
-    def unpack(self, message: Message) -> list[Request]:
-        """Raises ValueError when a picture is not the one that its hash names."""
-        content = message.content
-        ids, pixels = np.frombuffer(message.blobs[0], INTEGERS), iter(message.blobs[1:])
+    def unpack(self, content: Mapping[str, Any], pixels: Iterable[bytes]) -> list[ImageInput]:
+        """What `PictureWriter.pack` was given. Raises ValueError when a picture is not the one that its hash names."""
+        arriving = iter(pixels)
         for name in content["dropped"]:
             del self._held[name]
         images = []
         for name, grid, n_tokens, size in content["pictures"]:
             if size is not None:
-                image = Image(np.frombuffer(next(pixels), np.uint8).reshape(*size, 3))
+                image = Image(np.frombuffer(next(arriving), np.uint8).reshape(*size, 3))
                 if image.hash != name:
                     raise ValueError(f"picture {name[:12]} came with the pixels of {image.hash[:12]}")
                 self._held[name] = image
             images.append(ImageInput(self._held[name], tuple(grid), n_tokens))
+        return images
+
+
+class RoundWriter:
+    """The learner's side of one engine."""
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._pictures = PictureWriter(kept_bytes)
+
+    def pack(self, requests: Sequence[Request]) -> tuple[dict[str, Any], list[bytes]]:
+        """Content and blobs of a message that `RoundReader.unpack` reads back."""
+        numbers: dict[ImageInput, int] = {}
+        asked = []
+        for request in requests:
+            shown = [numbers.setdefault(image, len(numbers)) for image in request.images]
+            asked.append([request.session, len(request.token_ids), shown, dataclasses.astuple(request.sampling)])
+        pictures, pixels = self._pictures.pack(numbers)
+        ids = as_bytes([token for request in requests for token in request.token_ids], INTEGERS)
+        return {"requests": asked, **pictures}, [ids, *pixels]
+
+
+class RoundReader:
+    """The engine's side."""
+
+    def __init__(self) -> None:
+        self._pictures = PictureReader()
+
+    def unpack(self, message: Message) -> list[Request]:
+        """Raises ValueError when a picture is not the one that its hash names."""
+        content = message.content
+        ids = np.frombuffer(message.blobs[0], INTEGERS)
+        images = self._pictures.unpack(content, message.blobs[1:])
         ends = accumulate(n_tokens for _, n_tokens, _, _ in content["requests"])
         return [
             Request(
@@ -113,9 +137,9 @@ def pack_outcomes(outcomes: Sequence[Outcome]) -> tuple[dict[str, Any], list[byt
         else:
             answers.append({"failed": f"{type(outcome).__name__}: {outcome}"})
     return {"answers": answers}, [
-        _bytes([token for one in done for token in one.token_ids], INTEGERS),
-        _bytes([logprob for one in done for logprob in one.logprobs], FLOATS),
-        _bytes([version for one in done for version in one.weight_versions], INTEGERS),
+        as_bytes([token for one in done for token in one.token_ids], INTEGERS),
+        as_bytes([logprob for one in done for logprob in one.logprobs], FLOATS),
+        as_bytes([version for one in done for version in one.weight_versions], INTEGERS),
     ]
 
 
@@ -140,5 +164,6 @@ def unpack_outcomes(message: Message, engine: object) -> list[Outcome]:
     return outcomes
 
 
-def _bytes(values: Sequence[float], dtype: np.dtype) -> bytes:
+def as_bytes(values: Sequence[float], dtype: np.dtype) -> bytes:
+    """Numbers as a blob."""
     return np.array(values, dtype).tobytes()

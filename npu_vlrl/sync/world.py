@@ -1,4 +1,4 @@
-"""The processes of one training, as torchrun started them: the learner, and the engines that sample for it."""
+"""The processes of one training, as torchrun started them: the learner, and the engines, which may learn with it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def local_rank() -> int:
 
 
 def is_engine() -> bool:
-    """Whether this process was started to sample for a learner, which is another process."""
+    """Whether this process was started to do what another one, rank 0, says."""
     return int(os.environ.get("RANK", "0")) != LEARNER
 
 
 class World:
     """This process's place among the others. Rank 0 is the learner; it has a channel to every engine, and each engine
-    has one to it. Weights go through torch.distributed, whose default group spans all of them.
+    has one to it. Weights and gradients go through torch.distributed, whose default group spans all of them.
     """
 
     def __init__(
@@ -74,6 +74,12 @@ class World:
 
     def channel(self, rank: int) -> Channel:
         return self._channels[rank]
+
+    def new_group(self) -> dist.ProcessGroup:
+        """A group of all processes, which call this at the same time; its collectives wait `timeout_s` at most."""
+        group = dist.new_group(backend=self._platform.process_group_backend, timeout=timedelta(seconds=self.timeout_s))
+        assert group is not None  # this process is in it
+        return group
 
     def enter_thread(self) -> None:
         """A new thread begins with device 0; this gives it the process's own."""

@@ -1,0 +1,242 @@
+"""A learner that may be several: what rank 0 is asked to do, it lets the others do at the same time.
+
+    rank 0               learn: step, samples ->  steps     compares the sums of the weights
+    every other rank                              steps  <- done
+
+Samples travel over the channels, gradients by collectives. A rank that waits in a collective for one that has failed
+would wait long: each therefore looks at its channels meanwhile, and gives up when somebody is gone or says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from npu_vlrl.hardware import Platform
+from npu_vlrl.learner.state import load_learner, save_learner, trained_by
+from npu_vlrl.learner.trainer import Learner, LearnerError
+from npu_vlrl.learner.wire import SampleReader, SampleWriter
+from npu_vlrl.model.policy import Policy
+from npu_vlrl.model.vision import VisionFeatures
+from npu_vlrl.rollout.inprocess import InProcessEngine
+from npu_vlrl.rollout.remote import channels
+from npu_vlrl.rollout.serve import Handlers
+from npu_vlrl.sync.channel import Message
+from npu_vlrl.sync.transfer import guarded
+from npu_vlrl.sync.world import LEARNER, PeerError, World
+from npu_vlrl.types import Sample
+
+T = TypeVar("T")
+
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of a number."""
+
+
+class LearnerGroup:
+    """The `Learner` of rank 0 and of all that learn with it; of this process alone where there are no others.
+
+    Raises, whatever it is asked to do, what the `Learner` raises; PeerError when a process is gone; and LearnerError
+    with the name of one that failed, or that holds other weights afterwards.
+    """
+
+    def __init__(self, new: Callable[[], Learner], world: World | None = None) -> None:
+        """Every rank makes a learner whose KL reference is the policy of rank 0 as it is now.
+
+        `new` makes that of this rank. The processes of `world` are the others; each is at `follow`.
+        """
+        self._world = world
+        self._channels = channels(world) if world is not None else []
+        self._writer = SampleWriter()
+        self._answers: dict[int, dict[str, Any]] = {}
+        """What each other rank said after the last work."""
+        self.own = self._together("begin", new)
+        self._compare("begin")
+
+    @property
+    def skipped(self) -> list[str]:
+        """Samples whose update was left out because something was not finite."""
+        return self.own.skipped
+
+    @property
+    def tokens_referenced(self) -> float:
+        """Tokens of the samples that went through the layers of all ranks so far, each pass counted."""
+        return self.own.tokens_referenced + sum(answer["tokens"][0] for answer in self._answers.values())
+
+    @property
+    def tokens_computed(self) -> float:
+        """Of these, what is left when a beginning that samples of a micro-batch share counts once."""
+        return self.own.tokens_computed + sum(answer["tokens"][1] for answer in self._answers.values())
+
+    def score(self, samples: Sequence[Sample]) -> list[Sample]:
+        """See `Learner.score`."""
+        return self._together("score", partial(self.own.score, samples), samples=samples)
+
+    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """See `Learner.step`."""
+        metrics = self._together("step", partial(self.own.step, samples), samples=samples)
+        self._compare("step")
+        return metrics
+
+    def supervise(self, samples: Sequence[Sample], lr: float) -> float:
+        """See `Learner.supervise`."""
+        loss = self._together("supervise", partial(self.own.supervise, samples, lr), {"lr": lr}, samples)
+        self._compare("supervise")
+        return loss
+
+    def forget_features(self) -> None:
+        """See `Learner.forget_features`."""
+        self._together("forget_features", self.own.forget_features)
+
+    def save(self, folder: Path, step: int, platform: Platform, state: dict[str, Any], keep: int) -> Path:
+        """See `save_learner`; this rank alone writes."""
+        self.forget_features()
+        return save_learner(folder, step, self.own, platform, state, keep)
+
+    def load(self, path: Path, platform: Platform) -> tuple[int, dict[str, Any]]:
+        """See `load_learner`; every rank reads the same files."""
+        state = self._together("load", partial(load_learner, path, self.own, platform), {"path": str(path.absolute())})
+        self._compare("load")
+        return state
+
+    def _together(
+        self, what: str, work: Callable[[], T], content: dict[str, Any] | None = None, samples: Sequence[Sample] = ()
+    ) -> T:
+        """Does the work; every other rank does the same, and says what came of it."""
+        if self._world is None:
+            return work()
+        packed, blobs = self._writer.pack(samples)
+        self._answers = {}
+        for channel in self._channels:
+            channel.send("learn", {"what": what, **(content or {}), **packed}, blobs)
+        result = guarded_work(work, self._world, self._look)
+        for channel in self._channels:
+            if channel.peer.rank not in self._answers:
+                self._take(channel.peer.rank, self._world.timeout_s)
+        return result
+
+    def _look(self) -> None:
+        """Raises what another rank has to say: first that one is gone, since others then fail because of that."""
+        for channel in self._channels:
+            channel.check_alive()
+        for channel in self._channels:
+            if channel.peer.rank not in self._answers and channel.waiting():
+                self._take(channel.peer.rank)
+
+    def _take(self, rank: int, timeout_s: float | None = None) -> None:
+        assert self._world is not None
+        channel = self._world.channel(rank)
+        message = channel.receive(timeout_s)
+        if message.kind == "error":
+            raise LearnerError(f"{channel.peer}: {message.content['message']}")
+        assert message.kind == "done", f"{channel.peer} sent {message.kind} instead of done"
+        self._answers[rank] = message.content
+
+    def _compare(self, what: str) -> None:
+        """Raises LearnerError when a rank holds other weights than this one."""
+        if self._world is None:
+            return
+        ours = sums_of_bits(self.own)
+        for rank, answer in self._answers.items():
+            for name, number, theirs in zip(ours, ours.values(), answer["sums"], strict=True):
+                if number != theirs:
+                    raise LearnerError(
+                        f"{self._world.channel(rank).peer} holds another {name} than rank 0 after {what!r}: they did "
+                        "not take the same steps. Start all processes with the same release on the same kind of "
+                        "device, and go on from the last checkpoint with run.if_exists=resume"
+                    )
+
+
+class _Follower:
+    """A learner that does what rank 0 says."""
+
+    def __init__(self, new: Callable[[], Learner], world: World, platform: Platform) -> None:
+        self._new = new
+        self._world = world
+        self._platform = platform
+        self._channel = world.channel(LEARNER)
+
+    def learn(self, message: Message) -> None:
+        guarded_work(partial(self._do, message), self._world, self._look)
+        tokens = [self._learner.tokens_referenced, self._learner.tokens_computed]
+        self._channel.send("done", {"sums": list(sums_of_bits(self._learner).values()), "tokens": tokens})
+
+    def _do(self, message: Message) -> None:
+        what = message.content["what"]
+        if what == "begin":
+            self._learner = self._new()
+            self._reader = SampleReader(self._learner.policy.special)
+        samples = self._reader.unpack(message)
+        match what:
+            case "score":
+                self._learner.score(samples)
+            case "step":
+                self._learner.step(samples)
+            case "supervise":
+                self._learner.supervise(samples, message.content["lr"])
+            case "forget_features":
+                self._learner.forget_features()
+            case "load":
+                load_learner(Path(message.content["path"]), self._learner, self._platform)
+
+    def _look(self) -> None:
+        if self._channel.waiting():
+            self._channel.check_alive()
+            raise PeerError(self._channel.peer, "gave up in the middle of an update")
+
+
+def follow(
+    new: Callable[[Policy, VisionFeatures], Learner], platform: Platform
+) -> Callable[[World, InProcessEngine], Handlers]:
+    """The duties of a process that learns and samples, see `rollout.serve`; `new` makes its learner."""
+
+    def duties(world: World, engine: InProcessEngine) -> Handlers:
+        def weights_changed(message: Message) -> None:
+            engine.weights_changed(message.content["version"])
+
+        return {
+            "learn": _Follower(partial(new, engine.policy, engine.vision), world, platform).learn,
+            "weights_changed": weights_changed,
+        }
+
+    return duties
+
+
+def guarded_work(work: Callable[[], T], world: World, look: Callable[[], None]) -> T:
+    """Runs work that meets the other ranks in collectives, see `guarded`.
+
+    What the work refuses is raised as it is. What else ends it, such as a collective that waited for `sync.timeout_s`,
+    becomes a LearnerError.
+    """
+    results: list[T] = []
+    refusals: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            results.append(work())
+        except (LearnerError, ValueError) as error:
+            refusals.append(error)
+
+    try:
+        guarded(attempt, world, look, math.inf)
+    except RuntimeError as error:
+        if isinstance(error, (LearnerError, PeerError)):
+            raise
+        raise LearnerError(
+            f"an update of several learners failed: {type(error).__name__}: {error}; the output of each process says "
+            "more. Start the training again with run.if_exists=resume to go on from the last checkpoint"
+        ) from error
+    if refusals:
+        raise refusals[0]
+    return results[0]
+
+
+def sums_of_bits(learner: Learner) -> dict[str, int]:
+    """A number for each trained tensor: the sum of its bits, read as integers. Equal weights have equal sums."""
+    tensors = {name: p.detach() for name, (p, _) in trained_by(learner).items()}
+    sums = [tensor.view(BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack(sums).tolist(), strict=True))

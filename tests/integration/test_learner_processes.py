@@ -1,0 +1,162 @@
+"""Processes that all learn and sample repeat the training of one; and whatever becomes of one, the others end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu_vlrl.config import load_config
+from npu_vlrl.train import train
+from tests.integration.test_engine_process import close, command, recorded
+from tests.support.ranks import finish, log, said, start
+from tests.support.runs import REPEATS, lines, metrics, same_weights, write_config
+
+torch.set_num_threads(1)
+
+WORDS = ["algorithm.kl_coef=0.05", "warm_start.steps=2"]
+CRITIC = ["algorithm.preset=turn_ppo", "algorithm.kl_coef=0", "algorithm.updates=2", "workflow.export_style=individual"]
+SETTINGS = {
+    "grpo": [],
+    "critic": CRITIC,
+    "one group": ["rollout.groups=1", "rollout.group_size=3"],
+    "adapter": ["warm_start.steps=0", "model.lora.rank=4"],
+}
+ALONE = Callable[[str], Path]
+
+
+def learners(folder: Path, *words: str) -> list[str]:
+    return command(folder, *WORDS, "train.learners=all", *words)
+
+
+def faulty(fault: str, folder: Path, *words: str) -> list[str]:
+    return ["-m", "tests.integration.faulty", fault, *learners(folder, *words)[2:]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> ALONE:
+    """The run folder of one process."""
+
+    @cache
+    def run(setting: str) -> Path:
+        folder = tmp_path_factory.mktemp("alone")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NPU_VLRL_PLATFORM", "cpu")
+            words = [f"run.dir={folder / 'run'}", *WORDS, *SETTINGS[setting]]
+            train(load_config(write_config(folder), words))
+        return folder / "run"
+
+    return run
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """Metrics but those of how samples were laid out, which the number of ranks changes."""
+    return [{k: v for k, v in line.items() if not k.startswith("update/")} for line in recorded(run)]
+
+
+def tokens(run: Path) -> list[Any]:
+    """What every turn of every episode sampled."""
+    return [[turn["action"]["token_ids"] for turn in episode["turns"]] for episode in lines(run, "trajectories.jsonl")]
+
+
+# --- the training of one ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "setting"),
+    [(2, "grpo"), (3, "grpo"), (2, "critic"), (3, "one group"), (2, "adapter")],
+)
+def test_several_learners_repeat_the_training_of_one(size: int, setting: str, alone: ALONE, tmp_path: Path) -> None:
+    assert finish(start(size, learners(tmp_path, *SETTINGS[setting]), tmp_path), 110) == [0] * size, said(
+        tmp_path, size
+    )
+    run, expected = tmp_path / "run", alone(setting)
+    assert close(numbers(run), numbers(expected), 1e-4)
+    assert tokens(run) == tokens(expected)
+    steps, one = (
+        [line for line in lines(folder, "metrics.jsonl") if "grad_norm" in line] for folder in (run, expected)
+    )
+    assert len(steps) == 4 and all(step["grad_norm"] > 1e-3 for step in steps)
+    assert not any("sync/bytes" in step for step in steps)  # nothing is sent
+    assert [step["engine/tokens_decoded"] for step in steps] == [step["engine/tokens_decoded"] for step in one]
+    assert [step["learner/tokens_referenced"] for step in steps] == [step["learner/tokens_referenced"] for step in one]
+    assert all(step["update/micro_batches"] >= size for step in steps)  # each rank has its share, or an idle one
+    assert "learning and sampling in engine 1 (rank 1, process " in log(tmp_path, 0).read_text()
+
+
+# --- what is wrong is seen -------------------------------------------------------------------------------------------
+
+
+def test_gradients_that_are_not_summed_are_noticed_at_the_first_step(tmp_path: Path) -> None:
+    codes = finish(start(2, faulty("not summed", tmp_path), tmp_path), 60)
+    assert codes == [1, 0], said(tmp_path, 2)  # rank 1 was told to end
+    output = log(tmp_path, 0).read_text()
+    assert "npu-vlrl: the run failed: engine 1 (rank 1, process " in output
+    assert "holds another " in output and "after 'supervise'" in output
+
+
+def test_gradients_that_are_not_summed_give_other_numbers(alone: ALONE, tmp_path: Path) -> None:
+    words = faulty("not summed, not compared", tmp_path, "algorithm.max_logprob_gap=1000")
+    assert finish(start(2, words, tmp_path), 60) == [0, 0], said(tmp_path, 2)
+    assert not close(numbers(tmp_path / "run"), numbers(alone("grpo")), 1e-4)
+
+
+# --- whoever ends ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(240)
+def test_a_learner_killed_in_an_update_ends_the_run_by_name_and_the_run_goes_on(alone: ALONE, tmp_path: Path) -> None:
+    processes = start(3, faulty("killed", tmp_path), tmp_path)
+    assert processes[2].wait(90) == -9, said(tmp_path, 3)
+    began = time.monotonic()
+    assert finish(processes, 30)[:2] == [1, 1], said(tmp_path, 3)
+    assert time.monotonic() - began < 10
+    output = log(tmp_path, 0).read_text()
+    assert "npu-vlrl: the run failed: engine 2 (rank 2, process " in output and "run.if_exists=resume" in output
+    assert "npu-vlrl: the run failed: " in log(tmp_path, 1).read_text()
+    assert len(recorded(tmp_path / "run")) == 3  # the baseline and two steps
+    words = learners(tmp_path, "run.if_exists=resume")
+    assert finish(start(2, words, tmp_path), 110) == [0, 0], said(tmp_path, 2)
+    assert "after 2 steps" in log(tmp_path, 0).read_text()
+    assert close(numbers(tmp_path / "run"), numbers(alone("grpo")), 1e-4)
+
+
+@pytest.mark.timeout(240)
+def test_a_resumed_run_repeats_an_uninterrupted_one_bit_by_bit(tmp_path: Path) -> None:
+    runs = []
+    for fault in (None, "killed"):
+        folder = tmp_path / str(fault)
+        folder.mkdir()
+        if fault is not None:
+            assert finish(start(2, faulty(fault, folder, *CRITIC[:2]), folder), 60) == [1, -9], said(folder, 2)
+        words = learners(folder, *CRITIC[:2], "run.if_exists=resume")
+        assert finish(start(2, words, folder), 110) == [0, 0], said(folder, 2)
+        runs.append(folder / "run")
+    assert metrics(runs[0]) == metrics(runs[1]) and same_weights(*runs)
+    assert {"learner/tokens_computed", "seconds"} <= set(REPEATS)
+
+
+def test_a_learner_that_fails_says_why_to_the_first(tmp_path: Path) -> None:
+    codes = finish(start(3, faulty("out of memory", tmp_path), tmp_path), 60)
+    assert codes == [1, 1, 1], said(tmp_path, 3)
+    output = log(tmp_path, 0).read_text()
+    assert "npu-vlrl: the run failed: engine 2 (rank 2, process " in output
+    assert "MemoryError: no room for the gradients" in output
+
+
+def test_a_learner_that_hangs_is_given_up(tmp_path: Path) -> None:
+    processes = start(2, faulty("hangs", tmp_path, "sync.timeout_s=8"), tmp_path)
+    assert processes[0].wait(60) == 1, said(tmp_path, 2)
+    finish(processes, 30)
+    assert "npu-vlrl: the run failed: an update of several learners failed: " in log(tmp_path, 0).read_text()
+
+
+def test_a_disagreement_of_learner_and_engine_ends_all(tmp_path: Path) -> None:
+    codes = finish(start(2, learners(tmp_path, "algorithm.max_logprob_gap=1e-9"), tmp_path), 60)
+    assert codes == [1, 1], said(tmp_path, 2)
+    assert "than algorithm.max_logprob_gap=1e-09" in log(tmp_path, 0).read_text()
