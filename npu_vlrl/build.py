@@ -25,6 +25,7 @@ from npu_vlrl.rollout import remote
 from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.rollout.serve import serve
+from npu_vlrl.rollout.vllm import VllmEngine, import_vllm
 from npu_vlrl.sync.world import Peer, PeerError, World, join, local_rank, started_processes
 from npu_vlrl.types import DataError, Environment, Task
 from npu_vlrl.workflow.environments import game_environments
@@ -84,10 +85,12 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         loaded, vision = _load(config, run_dir / "model", platform)
         renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
     engine: RoundEngine
-    if world is None:
-        engine = _engine(config, platform, loaded, vision)
-    else:
+    if world is not None:
         engine = remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
+    elif rollout.engine == "vllm":
+        engine = _vllm_engine(config, platform, loaded, cleanup)
+    else:
+        engine = _engine(config, platform, loaded, vision)
     schemas, processor = setting.schemas, loaded.processor
     if processor is not None and processor.position_scale is not None:
         schemas = [on_scale(schema, processor.position_scale) for schema in schemas]
@@ -173,6 +176,10 @@ def _prepare(config: Config) -> Platform:
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     torch.manual_seed(config.train.seed)
+    if config.rollout.engine == "vllm":
+        if started_processes() > 1:
+            raise ConfigError("rollout.engine=vllm samples in the learner's process; start one process, not several")
+        import_vllm()
     return platform
 
 
@@ -184,6 +191,22 @@ def _load(config: Config, scratch: Path, platform: Platform) -> tuple[LoadedMode
 def _engine(config: Config, platform: Platform, loaded: LoadedModel, vision: VisionFeatures) -> InProcessEngine:
     new_recorder = platform.recorder if config.rollout.record else lambda: None
     return InProcessEngine(loaded.policy, vision, config.rollout.cache_mib * 2**20, new_recorder)
+
+
+def _vllm_engine(config: Config, platform: Platform, loaded: LoadedModel, cleanup: ExitStack) -> VllmEngine:
+    """It ends with `cleanup`."""
+    with _blaming("rollout.engine=vllm"):
+        engine = VllmEngine(
+            loaded.policy,
+            loaded.processor,
+            loaded.folder,
+            context_tokens=config.workflow.context_tokens,
+            cache_bytes=config.rollout.cache_mib * 2**20,
+            record=config.rollout.record and platform.recorder() is not None,
+            seed=config.train.seed,
+        )
+    cleanup.callback(engine.close)
+    return engine
 
 
 def _join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:

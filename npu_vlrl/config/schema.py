@@ -167,6 +167,8 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
+    engine: Literal["inprocess", "vllm"] = "inprocess"
+    """`inprocess` samples from the learner's own weights; `vllm` keeps a copy of them in vLLM, in the same process."""
     groups: Count = 16
     """Tasks a step."""
     group_size: Count = 4
@@ -359,6 +361,8 @@ class Config(Section):
                 "rollout.top_p below 1 or rollout.top_k above 0 samples from another distribution than the one that is "
                 "trained; leave them at 1 and 0 (evaluation.top_p and evaluation.top_k are free)"
             )
+        if self.rollout.engine == "vllm" and self.model.lora is not None:
+            raise ValueError("rollout.engine=vllm takes whole weights only; leave model.lora out")
         if self.workflow.turn_tokens >= self.workflow.context_tokens:
             raise ValueError("workflow.turn_tokens must be smaller than workflow.context_tokens")
         if self.warm_start.steps and self.data.train.generator is None:

