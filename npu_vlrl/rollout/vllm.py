@@ -32,6 +32,10 @@ NEVER = -1e9
 TEMPERATURES = 0.01, 2.0
 """Between these, and at 0, vLLM samples as it is told: it refuses hotter ones, and warms colder ones unasked."""
 
+CPU_TURNS = 32
+"""Turns that vLLM decodes together on a CPU. It is given room for all of them whole, since it cannot seed there what it
+reads in parts: `CPU Generator does not use offset`."""
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where the learner's weights are
     "VLLM_HOST_IP": "127.0.0.1",
@@ -65,8 +69,10 @@ class VllmEngine(RoundEngine):
         self.context_tokens = context_tokens
         self._forbidden = {int(token): NEVER for token in policy.forbidden_V.nonzero()[:, 0]}
         self._vllm = import_vllm()
+        whole = {"max_num_seqs": CPU_TURNS, "max_num_batched_tokens": CPU_TURNS * context_tokens}
         self._llm = self._vllm.LLM(
             str(folder),
+            **(whole if policy.device.type == "cpu" else {}),
             dtype=str(policy.head_weight.dtype).removeprefix("torch."),
             seed=seed,
             max_model_len=context_tokens,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from npu_vlrl.rollout.rounds import EngineError
-from npu_vlrl.rollout.vllm import VllmEngine
+from npu_vlrl.rollout.vllm import CPU_TURNS, VllmEngine
 from npu_vlrl.types import Sample, SamplingParams, Segment, SegmentKind, StopReason
 from npu_vlrl.workflow.export import export
 from tests.support.episodes import Reply, Stage, long_episode, picture, task
@@ -204,6 +204,19 @@ def test_an_answer_depends_on_its_seed_alone(stage: Stage) -> None:
         assert alone.logprobs == pytest.approx(answer.logprobs, abs=TOLERANCE)
     (other,) = generate_all(stage, [(contexts[0], params(99, 8))])
     assert other.token_ids != together[0].token_ids
+
+
+def test_a_round_larger_than_what_is_computed_at_once(stage: Stage) -> None:
+    """Twice as many long prompts as are decoded together, each with words and pictures of its own."""
+    shown = [[picture(112, 112, number)] if looks(stage) else [] for number in range(2 * CPU_TURNS)]
+    contexts = [prompt(stage, f"{n} Which way? " * 20, *pictures) for n, pictures in enumerate(shown)]
+    assert sum(len(segment) for context in contexts for segment in context) > 8_192
+    answers = generate_all(stage, [(context, params(n, 4)) for n, context in enumerate(contexts)])
+    samples = [
+        dataclasses.replace(_sample(stage, context, answer), id=str(n))
+        for n, (context, answer) in enumerate(zip(contexts, answers, strict=True))
+    ]
+    assert gap(stage, samples) < TOLERANCE
 
 
 def test_every_row_has_its_own_settings(stage: Stage) -> None:
