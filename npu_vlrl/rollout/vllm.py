@@ -85,10 +85,7 @@ class VllmEngine(RoundEngine):
         )
 
     async def play(self, requests: Sequence[Request]) -> list[Outcome]:
-        return self.sample(requests)
-
-    def sample(self, requests: Sequence[Request]) -> list[Outcome]:
-        """A round. Raises EngineError when vLLM reads a prompt in another way than the learner."""
+        """Raises EngineError when vLLM fails, or reads a prompt in another way than the learner."""
         outcomes: dict[int, Outcome] = {}
         pictures: dict[str, PIL.Image.Image] = {}
         prompts, params, asked = [], [], []

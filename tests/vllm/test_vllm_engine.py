@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.rollout.rounds import EngineError
 from npu_vlrl.rollout.vllm import CPU_TURNS, VllmEngine
 from npu_vlrl.types import Sample, SamplingParams, Segment, SegmentKind, StopReason
 from npu_vlrl.workflow.export import export
 from tests.support.episodes import Reply, Stage, long_episode, picture, task
-from tests.support.models import KINDS, VISION_KINDS, is_vision, load, tiny_folder
+from tests.support.models import KINDS, is_vision, load, plain_model, tiny_folder
 from tests.support.rounds import LOOKS, continued, generate_all, params, prompt, run
 from tests.support.scoring import (
     TOLERANCE,
@@ -31,28 +34,35 @@ CONTEXT = 1024
 VISIBLE = 1e-3
 
 
+class VllmStage(Stage):
+    """A model with both engines; `engine` is that of vLLM."""
+
+    def __init__(self, kind: str, loaded: LoadedModel) -> None:
+        super().__init__(loaded)
+        self.kind = kind
+        self.inprocess = self.engine
+        self.vllm = VllmEngine(
+            loaded.policy,
+            loaded.processor,
+            loaded.folder,
+            context_tokens=CONTEXT,
+            cache_bytes=2**28,
+            record=False,
+            seed=0,
+        )
+        self.engine = self.recorder.engine = self.vllm  # type: ignore[assignment]
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+def stage(request: pytest.FixtureRequest) -> Iterator[VllmStage]:
     """One engine for each kind of model; whoever changes its weights takes `restored`, too."""
-    made = Stage(load(tiny_folder(request.param, HIDDEN)))
-    loaded = made.loaded
-    engine = VllmEngine(
-        loaded.policy,
-        loaded.processor,
-        loaded.folder,
-        context_tokens=CONTEXT,
-        cache_bytes=2**28,
-        record=False,
-        seed=0,
-    )
-    made.kind = request.param  # type: ignore[attr-defined]
-    made.inprocess, made.engine, made.recorder.engine = made.engine, engine, engine  # type: ignore
+    made = VllmStage(request.param, load(tiny_folder(request.param, HIDDEN)))
     yield made
-    engine.close()
+    made.vllm.close()
 
 
 @pytest.fixture
-def restored(stage: Stage) -> Iterator[None]:
+def restored(stage: VllmStage) -> Iterator[None]:
     """Puts the weights back, and the version."""
     before = {name: p.detach().clone() for name, p in stage.policy.trainable().items()}
     yield
@@ -62,9 +72,9 @@ def restored(stage: Stage) -> Iterator[None]:
     tell(stage, 0)
 
 
-def tell(stage: Stage, version: int) -> None:
+def tell(stage: VllmStage, version: int) -> None:
     stage.engine.weights_changed(version)
-    stage.inprocess.weights_changed(version)  # type: ignore[attr-defined]
+    stage.inprocess.weights_changed(version)
 
 
 def change(parameters: Any, seed: int) -> None:
@@ -74,29 +84,30 @@ def change(parameters: Any, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
 
-def looks(stage: Stage) -> list[Any]:
-    return LOOKS if is_vision(stage.kind) else []  # type: ignore[attr-defined]
+def looks(stage: VllmStage) -> list[Any]:
+    return LOOKS if is_vision(stage.kind) else []
 
 
-def episodes(stage: Stage, temperature: float = 1.0, seed: int = 0) -> list[Sample]:
+def episodes(stage: VllmStage, temperature: float = 1.0, seed: int = 0) -> list[Sample]:
     """Several turns with pictures in prompts and in the results of tools, and some without."""
     stage.recorder.asked.clear()
-    trajectories = stage.play(long_episode(stage.kind), members=3, temperature=temperature, seed=seed)  # type: ignore
+    trajectories = stage.play(long_episode(stage.kind), members=3, temperature=temperature, seed=seed)
     assert [t.error for t in trajectories] == [None] * len(trajectories)
     return export(trajectories, "concat", "best", 1.0, "test")
 
 
-def gap(stage: Stage, samples: Sequence[Sample], temperature: float = 1.0) -> float:
+def gap(stage: VllmStage, samples: Sequence[Sample], temperature: float = 1.0) -> float:
     learner = learner_logprobs(stage.policy, stage.vision, samples, temperature)
     return largest_gap(engine_logprobs(samples), learner)
 
 
-def test_greedy_tokens_are_those_of_the_inprocess_engine(stage: Stage) -> None:
+def test_greedy_tokens_are_those_of_the_inprocess_engine(stage: VllmStage) -> None:
     words = ("up?", "x", "Which way?", "left", "No. Try again.")
     contexts = [prompt(stage, *looks(stage)[number % 3 :], word) for number, word in enumerate(words)]
     requests = [(context, params(0, 12, temperature=0.0)) for context in contexts]
     found = generate_all(stage, requests)
-    ours = generate_all(_with_inprocess(stage), requests)
+    with patch.object(stage, "engine", stage.inprocess):
+        ours = generate_all(stage, requests)
     for mine, theirs in zip(ours, found, strict=True):
         assert theirs.token_ids == mine.token_ids
         assert theirs.logprobs == pytest.approx(mine.logprobs, abs=TOLERANCE)
@@ -104,12 +115,8 @@ def test_greedy_tokens_are_those_of_the_inprocess_engine(stage: Stage) -> None:
     assert sum(len(answer.token_ids) for answer in found) > 5
 
 
-def _with_inprocess(stage: Stage) -> Any:
-    return dataclasses.make_dataclass("Other", ["engine"])(stage.inprocess)  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_tokens_of_several_turns(stage: Stage, temperature: float) -> None:
+def test_sampled_tokens_of_several_turns(stage: VllmStage, temperature: float) -> None:
     samples = episodes(stage, temperature)
     assert gap(stage, samples, temperature) < TOLERANCE
     assert gap(stage, samples, 1.1 * temperature) > VISIBLE
@@ -120,9 +127,9 @@ def test_sampled_tokens_of_several_turns(stage: Stage, temperature: float) -> No
     assert {version for sample in samples for version in sample.weight_versions} == {0}
 
 
-def test_a_picture_that_changed_is_seen(stage: Stage) -> None:
+def test_a_picture_that_changed_is_seen(stage: VllmStage) -> None:
     """What vLLM sampled with one picture does not pass with another one of the same size."""
-    if not is_vision(stage.kind):  # type: ignore[attr-defined]
+    if not is_vision(stage.kind):
         pytest.skip("reads no pictures")
     samples = episodes(stage)[:1]
     rgb = samples[0].images[0].image.rgb.copy()
@@ -133,7 +140,7 @@ def test_a_picture_that_changed_is_seen(stage: Stage) -> None:
     assert largest_gap(engine_logprobs(samples), learner) > VISIBLE / 10
 
 
-def test_new_weights_in_the_middle_of_an_episode(stage: Stage, restored: None) -> None:
+def test_new_weights_in_the_middle_of_an_episode(stage: VllmStage, restored: None) -> None:
     """The turn after the update is the new model's, and says so; the pictures were seen before it."""
     context = prompt(stage, *looks(stage), "up?")
     session = stage.engine.session()
@@ -153,15 +160,15 @@ def test_new_weights_in_the_middle_of_an_episode(stage: Stage, restored: None) -
         assert fits or gap(stage, [sample]) > VISIBLE
 
 
-def _sample(stage: Stage, context: Sequence[Segment], answer: Any) -> Sample:
+def _sample(stage: VllmStage, context: Sequence[Segment], answer: Any) -> Sample:
     whole = continued(stage, context, answer, "")[:-1]
     return Sample("s", "g", tuple(whole), (len(whole) - 1,), 0.0, 0.0, "e")
 
 
-def test_a_new_tower_is_seen_in_pictures_of_before(stage: Stage, restored: None) -> None:
+def test_a_new_tower_is_seen_in_pictures_of_before(stage: VllmStage, restored: None) -> None:
     if stage.policy.vision is None:
         pytest.skip("has no tower")
-    llm = stage.engine._llm.llm_engine  # type: ignore[attr-defined]
+    llm = stage.vllm._llm.llm_engine
     assert gap(stage, episodes(stage)) < TOLERANCE
     change(stage.policy.vision.parameters(), seed=2)
     with patch.object(llm, "reset_encoder_cache"):  # the check notices features of the old tower
@@ -174,7 +181,7 @@ def test_a_new_tower_is_seen_in_pictures_of_before(stage: Stage, restored: None)
     assert {version for sample in samples for version in sample.weight_versions} == {2}
 
 
-def test_keys_and_values_of_old_weights_are_dropped(stage: Stage, restored: None) -> None:
+def test_keys_and_values_of_old_weights_are_dropped(stage: VllmStage, restored: None) -> None:
     """A prompt longer than a block of vLLM's cache, asked for again after an update."""
     context = prompt(stage, *looks(stage), "Which way is up? " * 40)
     length, before = sum(map(len, context)), dataclasses.replace(stage.engine.counts)
@@ -194,7 +201,7 @@ def test_keys_and_values_of_old_weights_are_dropped(stage: Stage, restored: None
     assert gap(stage, [_sample(stage, context, fresh)]) < TOLERANCE
 
 
-def test_an_answer_depends_on_its_seed_alone(stage: Stage) -> None:
+def test_an_answer_depends_on_its_seed_alone(stage: VllmStage) -> None:
     contexts = [prompt(stage, *looks(stage), "up?"), prompt(stage, "x"), prompt(stage, "y?")]
     requests = [(context, params(seed, 8)) for seed, context in enumerate(contexts)]
     together = generate_all(stage, requests)
@@ -206,7 +213,7 @@ def test_an_answer_depends_on_its_seed_alone(stage: Stage) -> None:
     assert other.token_ids != together[0].token_ids
 
 
-def test_a_round_larger_than_what_is_computed_at_once(stage: Stage) -> None:
+def test_a_round_larger_than_what_is_computed_at_once(stage: VllmStage) -> None:
     """Twice as many long prompts as are decoded together, each with words and pictures of its own."""
     shown = [[picture(112, 112, number)] if looks(stage) else [] for number in range(2 * CPU_TURNS)]
     contexts = [prompt(stage, f"{n} Which way? " * 20, *pictures) for n, pictures in enumerate(shown)]
@@ -219,7 +226,7 @@ def test_a_round_larger_than_what_is_computed_at_once(stage: Stage) -> None:
     assert gap(stage, samples) < TOLERANCE
 
 
-def test_every_row_has_its_own_settings(stage: Stage) -> None:
+def test_every_row_has_its_own_settings(stage: VllmStage) -> None:
     context = prompt(stage, "up?")
     settings = [
         SamplingParams(6, temperature=0.0),
@@ -232,7 +239,7 @@ def test_every_row_has_its_own_settings(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_placeholders_and_padding_are_never_sampled(stage: Stage, restored: None, temperature: float) -> None:
+def test_placeholders_and_padding_are_never_sampled(stage: VllmStage, restored: None, temperature: float) -> None:
     """Their rows of the head are made enormous; with nothing forbidden, the same requests draw them."""
     head = stage.policy.head_weight
     never = set(stage.policy.forbidden_V.nonzero()[:, 0].tolist())
@@ -247,7 +254,7 @@ def test_placeholders_and_padding_are_never_sampled(stage: Stage, restored: None
     assert not never.isdisjoint(token for answer in drawn for token in answer.token_ids)
 
 
-def test_why_a_turn_ended(stage: Stage) -> None:
+def test_why_a_turn_ended(stage: VllmStage) -> None:
     short, full = prompt(stage, "up?"), [Segment(SegmentKind.PROMPT, (50,) * (CONTEXT - 3), stage.policy.special)]
     seen = set()
     for context, budget, cut, length in (
@@ -264,7 +271,7 @@ def test_why_a_turn_ended(stage: Stage) -> None:
     assert seen == set(StopReason)
 
 
-def test_a_request_that_cannot_be_played_fails_alone(stage: Stage) -> None:
+def test_a_request_that_cannot_be_played_fails_alone(stage: VllmStage) -> None:
     full = [Segment(SegmentKind.PROMPT, (50,) * CONTEXT, stage.policy.special)]
     short = prompt(stage, "up?")
     requests = [(full, params(0)), (short, params(1)), (short, params(2, temperature=0.001)), (short, params(3, 4, 5))]
@@ -276,12 +283,10 @@ def test_a_request_that_cannot_be_played_fails_alone(stage: Stage) -> None:
     assert fine.token_ids == alone.token_ids
 
 
-@pytest.mark.parametrize("kind", VISION_KINDS)
-def test_another_image_processor_is_noticed(stage: Stage, kind: str) -> None:
-    if stage.kind != kind:  # type: ignore[attr-defined]
-        pytest.skip("another model")
+def test_another_image_processor_is_noticed(stage: VllmStage) -> None:
     processor = stage.loaded.processor
-    assert processor is not None
+    if processor is None:
+        pytest.skip("reads no pictures")
     context = prompt(stage, picture(60, 60, 1), "up?")
     larger = dataclasses.replace(processor, min_pixels=200 * 200)
     with patch.object(stage.engine, "processor", larger):
@@ -289,11 +294,31 @@ def test_another_image_processor_is_noticed(stage: Stage, kind: str) -> None:
     assert isinstance(answer, EngineError) and "its image processor and ours differ" in str(answer)
 
 
-def test_a_picture_that_was_resized_before(stage: Stage) -> None:
+def test_a_picture_that_was_resized_before(stage: VllmStage) -> None:
     """vLLM would round other pixels: the gap to the learner shows that it has nothing to resize."""
-    if not is_vision(stage.kind):  # type: ignore[attr-defined]
+    if not is_vision(stage.kind):
         pytest.skip("reads no pictures")
     stage.recorder.asked.clear()
     tasks = [task("t", [picture(191, 77, 5), picture(33, 130, 6), "?"], Reply("see", (picture(41, 43, 7),)))]
     samples = export(stage.play(tasks), "concat", "best", 1.0, "test")
     assert gap(stage, samples) < TOLERANCE
+
+
+def test_a_frozen_tower_and_a_head_of_its_own(tmp_path: Path) -> None:
+    """Features of pictures stay, and the head is not the embedding."""
+    folder = shutil.copytree(tiny_folder("qwen2_5_vl", HIDDEN), tmp_path / "untied")
+    model = plain_model(folder)
+    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.1)
+    model.save_pretrained(folder)
+    stage = VllmStage("qwen2_5_vl", load(folder, freeze_vision=True))
+    try:
+        assert stage.policy.head_weight is not stage.policy.base.get_input_embeddings().weight
+        assert gap(stage, episodes(stage)) < TOLERANCE
+        change(stage.policy.trainable().values(), seed=4)
+        with patch.object(stage.vllm._llm.llm_engine, "reset_encoder_cache") as reset:
+            tell(stage, 1)
+        reset.assert_not_called()
+        assert gap(stage, episodes(stage)) < TOLERANCE
+    finally:
+        stage.vllm.close()
