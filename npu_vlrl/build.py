@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from npu_vlrl import kernels
 from npu_vlrl.config import Config, ConfigError, SourceConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.data.source import TaskSource
 from npu_vlrl.data.synthetic import arrow_task, episode_task, load_photos, photo_task
-from npu_vlrl.hardware import Platform, select
+from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.algorithm import Algorithm, resolve
-from npu_vlrl.learner.group import LearnerGroup, follow
+from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
-from npu_vlrl.learner.trainer import Learner
-from npu_vlrl.model.load import LoadedModel, load_model, model_folder
-from npu_vlrl.model.policy import Policy
+from npu_vlrl.model.load import LoadedModel, model_folder
 from npu_vlrl.model.vision import VisionFeatures
+from npu_vlrl.processes import blaming, join_engines, learning_ranks, load, new_engine, new_learner, prepare
 from npu_vlrl.rollout import remote
-from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import RoundEngine
-from npu_vlrl.rollout.serve import serve
-from npu_vlrl.sync.world import PeerError, World, join, local_rank, started_processes
-from npu_vlrl.types import DataError, Environment, Task
+from npu_vlrl.sync.world import World, started_processes
+from npu_vlrl.types import Environment, Task
 from npu_vlrl.workflow.environments import game_environments
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
@@ -71,7 +64,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     Raises ConfigError or HardwareError before anything expensive happens, as far as that can be known; and what
     `remote.RemoteEngine` raises when another rank cannot begin.
     """
-    platform = _prepare(config)
+    platform = prepare(config)
     algorithm = resolve(config.algorithm)
     if algorithm.advantage == "gigpo" and not config.environment.is_game:
         raise ConfigError(
@@ -80,24 +73,18 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         )
     rollout, evaluation = config.rollout, config.evaluation
     setting = make_setting(config, cleanup)
-    with _blaming("data"):
+    with blaming("data"):
         train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
         eval_tasks, eval_skipped = evaluation_tasks(config, setting.check_gold)
-    world = _join_engines(config, platform, cleanup) if started_processes() > 1 else None
-    ranks = _ranks(config, world)
-    with _blaming("model"):
+    world = join_engines(config, platform, cleanup) if started_processes() > 1 else None
+    ranks = learning_ranks(config, world)
+    with blaming("model"):
         if world is not None:
             model_folder(config.model.path, run_dir / "model", config.train.seed)  # engines may read it now
             remote.begin(world, run_dir / "model")
-        loaded, vision = _load(config, run_dir / "model", platform)
+        loaded, vision = load(config, run_dir / "model", platform)
         renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
-    engine: RoundEngine
-    if world is None:
-        engine = _engine(config, platform, loaded, vision)
-    elif config.train.learners == "all":
-        engine = remote.LearnersEngine(world, _engine(config, platform, loaded, vision))
-    else:
-        engine = remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
+    engine = new_engine(config, platform, world, loaded, vision, cleanup)
     schemas, processor = setting.schemas, loaded.processor
     if processor is not None and processor.position_scale is not None:
         schemas = [on_scale(schema, processor.position_scale) for schema in schemas]
@@ -121,6 +108,12 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     )
 
 
+def new_learners(config: Config, parts: Parts) -> LearnerGroup:
+    """The learner of this run, whose KL reference is the policy as it is now; all of them, if every process learns."""
+    new = partial(new_learner, config, parts.platform, parts.ranks, parts.loaded.policy, parts.vision)
+    return LearnerGroup(new, parts.world if parts.ranks.size > 1 else None)
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the configured environment is to the rest of a run."""
@@ -138,17 +131,17 @@ def make_setting(config: Config, cleanup: ExitStack) -> Setting:
 
 
 def _game(config: Config) -> Setting:
-    with _blaming("environment"):
+    with blaming("environment"):
         new_environment = game_environments(config.environment)
     return Setting(lambda _: new_environment())
 
 
 def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
     reward, workflow = config.reward, config.workflow
-    with _blaming("reward"):
+    with blaming("reward"):
         judge = make_judge(reward.rule, reward.options, workers=reward.workers, deadline_s=reward.deadline_s)
     cleanup.callback(judge.close)
-    with _blaming("workflow.tools"):
+    with blaming("workflow.tools"):
         toolbox = Toolbox(workflow.tools, workers=workflow.tool_workers, deadline_s=workflow.tool_deadline_s)
     cleanup.callback(toolbox.close)
     return Setting(
@@ -156,100 +149,6 @@ def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
         toolbox.schemas() if workflow.describe_tools else (),
         judge.check_gold,
     )
-
-
-def run_engine(config: Config) -> None:
-    """The whole life of a process that rank 0 tells what to do: it samples, and learns if `train.learners` is `all`.
-
-    It writes nothing but the model of a `tiny:` path on a machine of its own.
-
-    Raises what `serve` raises.
-    """
-    platform = _prepare(config)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process; the learner's word is enough
-    world = join(platform, config.sync.timeout_s)
-    ranks = _ranks(config, world)
-
-    def engine(scratch: Path) -> InProcessEngine:
-        own = scratch if scratch.is_dir() else scratch.with_name(f"{scratch.name}.{world.rank}")
-        loaded, vision = _load(config, own, platform)
-        return _engine(config, platform, loaded, vision)
-
-    if config.train.learners == "all":
-        serve(world, engine, follow(partial(_new_learner, config, platform, ranks), platform))
-    else:
-        serve(world, engine)
-    world.close()
-
-
-def new_learners(config: Config, parts: Parts) -> LearnerGroup:
-    """The learner of this run, whose KL reference is the policy as it is now; all of them, if every process learns."""
-    new = partial(_new_learner, config, parts.platform, parts.ranks, parts.loaded.policy, parts.vision)
-    return LearnerGroup(new, parts.world if parts.ranks.size > 1 else None)
-
-
-def _new_learner(config: Config, platform: Platform, ranks: Ranks, policy: Policy, vision: VisionFeatures) -> Learner:
-    """One rank's; it begins with the policy of rank 0."""
-    ranks.share(policy.trainable().values())
-    return Learner(
-        policy,
-        vision,
-        config.algorithm,
-        resolve(config.algorithm),
-        config.optim,
-        config.rollout.temperature,
-        config.train.steps,
-        config.critic,
-        ranks,
-        platform,
-    )
-
-
-def _prepare(config: Config) -> Platform:
-    """Makes this process ready for models, each process on a device of its own."""
-    platform = select()
-    platform.set_device(local_rank())
-    kernels.use(platform.kernels)
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
-    torch.manual_seed(config.train.seed)
-    return platform
-
-
-def _load(config: Config, scratch: Path, platform: Platform) -> tuple[LoadedModel, VisionFeatures]:
-    loaded = load_model(config.model, scratch, config.train.seed, platform.device(local_rank()))
-    return loaded, VisionFeatures(loaded.policy, loaded.processor, config.rollout.feature_cache_mib * 2**20)
-
-
-def _engine(config: Config, platform: Platform, loaded: LoadedModel, vision: VisionFeatures) -> InProcessEngine:
-    new_recorder = platform.recorder if config.rollout.record else lambda: None
-    return InProcessEngine(loaded.policy, vision, config.rollout.cache_mib * 2**20, new_recorder)
-
-
-def _ranks(config: Config, world: World | None) -> Ranks:
-    """All processes call it as soon as they have met."""
-    return Ranks(world.new_group() if world is not None and config.train.learners == "all" else None)
-
-
-def _join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:
-    """The engine processes end with `cleanup`."""
-    world = join(platform, config.sync.timeout_s)
-    cleanup.callback(remote.stop, world)
-
-    def terminated(number: int, frame: object) -> None:
-        """Torchrun ends all processes as soon as one has failed, maybe before the learner has noticed which."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        reason = "it was terminated"
-        for channel in remote.channels(world):
-            try:
-                channel.check_alive()
-            except PeerError as error:
-                reason = str(error)
-        raise SystemExit(f"npu-vlrl: the run failed: {reason}")
-
-    signal.signal(signal.SIGTERM, terminated)
-    cleanup.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the process ends anyway, and has more to say
-    return world
 
 
 def task_source(
@@ -284,17 +183,6 @@ def evaluation_tasks(config: Config, check_answer: Callable[[str], None] | None)
     source = task_source(config.data.eval or config.data.train, config, seed, check_answer)
     tasks = list(islice(source.all(), config.evaluation.tasks or None))
     return tasks, list(source.skipped.values())
-
-
-@contextmanager
-def _blaming(key: str) -> Iterator[None]:
-    """What a part refuses to be made of is the fault of the configuration's `key`; a DataError names its culprit."""
-    try:
-        yield
-    except (ConfigError, DataError):
-        raise
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{key}: {error}") from error
 
 
 def _generator(config: Config, name: str, seed: int) -> Callable[[int], Task]:

@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from npu_vlrl.build import Parts, build, new_learners, run_engine
+from npu_vlrl.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluate import accuracies, evaluate
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.state import export_model
+from npu_vlrl.processes import run_engine
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.metrics import rollout_metrics
 from npu_vlrl.report.run_folder import RunFolder, versions

@@ -7,9 +7,9 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from npu_vlrl.build import run_engine
 from npu_vlrl.config import Config
 from npu_vlrl.learner.algorithm import assign_advantages, most_varied
+from npu_vlrl.processes import run_engine
 from npu_vlrl.run import Run
 from npu_vlrl.sync.world import is_engine
 from npu_vlrl.warm_start import warm_start

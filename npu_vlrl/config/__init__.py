@@ -1,18 +1,9 @@
-"""The configuration: `schema.py` is what there is, `file.py` reads and writes it."""
+"""The configuration: `schema.py` is what there is, with `training.py`; `file.py` reads and writes it."""
 
+from npu_vlrl.config.base import ConfigError
 from npu_vlrl.config.file import dump_config, load_config, sections
-from npu_vlrl.config.schema import (
-    AlgorithmConfig,
-    Config,
-    ConfigError,
-    CriticConfig,
-    EnvironmentConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    SourceConfig,
-    WorkflowConfig,
-)
+from npu_vlrl.config.schema import Config, EnvironmentConfig, LoraConfig, ModelConfig, SourceConfig, WorkflowConfig
+from npu_vlrl.config.training import AlgorithmConfig, CriticConfig, OptimConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
-from npu_vlrl.config.schema import Config, ConfigError, Section
+from npu_vlrl.config.base import ConfigError, Section
+from npu_vlrl.config.schema import Config
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Share = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-CountOrOff = Annotated[int, Field(ge=0)]
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be used; the message names the key and what to change."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+from npu_vlrl.config.base import Count, CountOrOff, NonNegative, Positive, Section, Share
+from npu_vlrl.config.training import AlgorithmConfig, CriticConfig, OptimConfig, TrainConfig, WarmStartConfig
 
 
 class RunConfig(Section):
@@ -167,6 +155,8 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
+    engine: Literal["inprocess", "vllm"] = "inprocess"
+    """`inprocess` samples from the learner's own weights; `vllm` keeps a copy of them in vLLM, in the same process."""
     groups: Count = 16
     """Tasks a step."""
     group_size: Count = 4
@@ -183,136 +173,6 @@ class RolloutConfig(Section):
     """Records a step of decoding and replays it, where the device can: launching it anew takes longer than its work."""
     max_failed_share: Share = 0.5
     """Share of failed groups in a step above which the run ends."""
-
-
-class AlgorithmConfig(Section):
-    """`preset` fills what is left at None; docs/algorithms.md has a table of what each fills in."""
-
-    preset: Literal[
-        "grpo",
-        "dapo",
-        "dr_grpo",
-        "rloo",
-        "gigpo",
-        "rico_gae",
-        "rico_grpo",
-        "aico",
-        "aico_without_loss_mask",
-        "aico_without_advantage_mask",
-        "trico",
-        "trico_without_loss_mask",
-        "trico_without_advantage_mask",
-        "trico_without_turn_rewards",
-        "trico_without_bi_level",
-        "turn_ppo",
-    ] = "grpo"
-    advantage: (
-        Literal[
-            "grpo",
-            "dr_grpo",
-            "rloo",
-            "opo",
-            "reinforce_pp",
-            "reinforce_pp_baseline",
-            "gae",
-            "masked_gae",
-            "bi_level_gae",
-            "turn_wise_gae",
-            "gigpo",
-            "turn_grpo",
-        ]
-        | None
-    ) = None
-    advantage_std: Literal["group", "batch"] | None = None
-    advantage_mask: bool | None = None
-    """Estimates over the sampled tokens alone (VAGEN's M^adv), not over the observations between them."""
-    turn_rewards: bool | None = None
-    """Gives each turn its own reward; otherwise the episode's outcome is earned by its last token."""
-    token_discount: Share | None = None
-    """γ from token to token."""
-    turn_discount: Share | None = None
-    """γ from turn to turn in the estimate; `workflow.turn_discount` is that of the episode's reward."""
-    gae_lambda: Share | None = None
-    state_weight: NonNegative | None = None
-    """Weight of GiGPO's comparison of turns that began in the same state."""
-    loss_mask: bool | None = None
-    """Trains on the sampled tokens alone (VAGEN's M^loss), not on the observations between them."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] | None = None
-    loss: Literal["ppo", "decoupled_ppo", "gspo", "cispo", "reinforce"] | None = None
-    clip_low: Positive | None = None
-    clip_high: Positive | None = None
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    correction: Literal["off", "tis", "icepop"] = "off"
-    """Weighs tokens by learner over engine probability: capped (`tis`), or left out beyond the bounds (`icepop`)."""
-    correction_low: Positive = 0.5
-    correction_high: Positive = 2.0
-    """Bounds of that weight; `decoupled_ppo` leaves tokens above the upper one out."""
-    kl_coef: NonNegative | None = None
-    kl_kind: Literal["k1", "k2", "k3"] | None = None
-    kl_in: Literal["loss", "reward"] | None = None
-    entropy_coef: float = 0.0
-    dynamic_sampling: bool | None = None
-    """Replaces groups whose outcomes are all equal."""
-    max_extra_groups: CountOrOff = 32
-    """Groups that dynamic sampling may add in a step."""
-    keep_groups: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a step's groups that is trained on: those whose outcomes vary most."""
-    loss_constant: Positive = 1024.0
-    """Divisor of the `constant` aggregation, in tokens per sample."""
-    updates: Count = 1
-    """Optimiser steps on each batch of trajectories; the batch is split into as many mini-batches."""
-    epochs: Count = 1
-    """Passes over each batch."""
-    max_logprob_gap: Positive | None = None
-    """Largest |learner - engine| log-probability allowed on the first mini-batch; more ends the run. Not set: 0.05 for
-    a model in float32, 1 in bfloat16, where rounding alone makes a gap of 0.15 (benchmarks/README.md)."""
-
-
-class CriticConfig(Section):
-    """The value function; used where `algorithm.advantage` is a GAE."""
-
-    backbone: Literal["separate", "shared"] = "separate"
-    """A copy of the policy that is trained by itself, or the policy's own hidden states."""
-    backbone_grad: Share = 0.5
-    """Share of the value loss's gradient that reaches a shared backbone."""
-    lr: Positive = 1e-5
-    """Of the head, and of a separate backbone."""
-    warmup_steps: CountOrOff = 0
-    """First steps, in which only the critic learns."""
-    value_clip: Positive | None = 0.5
-    """Largest move of a value in one step that the loss rewards; None disables."""
-
-
-class OptimConfig(Section):
-    lr: Positive = 1e-6
-    warmup_steps: CountOrOff = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: NonNegative = 0.0
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    max_grad_norm: Positive = 1.0
-    micro_batch_tokens: Count = 4096
-    """Tokens packed into one forward pass; a longer sample gets a pass of its own."""
-    logprob_chunk: Count = 1024
-    """Trained positions whose logits exist at the same time."""
-
-
-class WarmStartConfig(Section):
-    """Supervised steps on scripted demonstrations of a generator's tasks, to teach the format."""
-
-    steps: CountOrOff = 0
-    batch: Count = 32
-    lr: Positive = 1e-3
-    right_share: Share = 0.25
-    """Share of the demonstrated answers or actions that are right; the others are drawn from the wrong ones."""
-
-
-class TrainConfig(Section):
-    steps: CountOrOff = 100
-    seed: CountOrOff = 0
-    threads: CountOrOff = 0
-    """CPU threads of PyTorch; 0 leaves its default."""
-    learners: Literal["one", "all"] = "one"
-    """Of several processes the first learns and the others sample for it, or all of them learn and sample."""
 
 
 class EvalConfig(Section):
@@ -362,6 +222,8 @@ class Config(Section):
                 "rollout.top_p below 1 or rollout.top_k above 0 samples from another distribution than the one that is "
                 "trained; leave them at 1 and 0 (evaluation.top_p and evaluation.top_k are free)"
             )
+        if self.rollout.engine == "vllm" and self.model.lora is not None:
+            raise ValueError("rollout.engine=vllm takes whole weights only; leave model.lora out")
         if self.workflow.turn_tokens >= self.workflow.context_tokens:
             raise ValueError("workflow.turn_tokens must be smaller than workflow.context_tokens")
         if self.warm_start.steps and self.data.train.generator is None:

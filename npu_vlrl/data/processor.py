@@ -93,7 +93,7 @@ class ImageProcessor:
 
     def describe(self, image: Image) -> ImageInput:
         """Grid and token count of a picture; touches no pixel."""
-        height, width = self._resized(*padded(*image.size))
+        height, width = self._size(*padded(*image.size))
         grid = (1, height // self.patch_size, width // self.patch_size)
         return ImageInput(image, grid, grid[1] * grid[2] // self.merge_size**2)
 
@@ -116,7 +116,7 @@ class ImageProcessor:
             self._cache.popitem(last=False)
         return encoded
 
-    def _resized(self, width: int, height: int) -> tuple[int, int]:
+    def _size(self, width: int, height: int) -> tuple[int, int]:
         """(height, width) in whole merge blocks, with the area inside the limits and nearly the same shape."""
         block = self.patch_size * self.merge_size
         rows, columns = round(height / block), round(width / block)
@@ -129,19 +129,23 @@ class ImageProcessor:
             rows, columns = math.ceil(height * grow / block), math.ceil(width * grow / block)
         return rows * block, columns * block
 
-    def _encode(self, image: Image) -> np.ndarray:
-        """float32 [P, 3 * temporal * patch * patch]"""
+    def resized(self, image: Image) -> np.ndarray:
+        """uint8 [height, width, 3]: the picture at the size that is cut into patches; resizing that keeps it."""
         rgb = image.rgb
         width, height = padded(*image.size)
         if (width, height) != image.size:
             # Only right and below, so that a box given in pixels keeps its place.
             rgb = np.full((height, width, 3), 255, np.uint8)
             rgb[: image.size[1], : image.size[0]] = image.rgb
-        height, width = self._resized(width, height)
-        pil = PIL.Image.fromarray(rgb).resize((width, height), PIL.Image.Resampling(self.resample))
+        height, width = self._size(width, height)
+        return np.asarray(PIL.Image.fromarray(rgb).resize((width, height), PIL.Image.Resampling(self.resample)))
+
+    def _encode(self, image: Image) -> np.ndarray:
+        """float32 [P, 3 * temporal * patch * patch]"""
+        rgb = self.resized(image)
         patch, merge = self.patch_size, self.merge_size
-        rows, columns = height // patch // merge, width // patch // merge
-        blocks = np.asarray(pil).reshape(rows, merge, patch, columns, merge, patch, 3)
+        rows, columns = rgb.shape[0] // patch // merge, rgb.shape[1] // patch // merge
+        blocks = rgb.reshape(rows, merge, patch, columns, merge, patch, 3)
         pixels_P = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, patch, patch)
         values_P = self._levels()[np.arange(3)[:, None, None], pixels_P]
         return np.repeat(values_P[:, :, None], self.temporal_patch_size, axis=2).reshape(len(pixels_P), -1)

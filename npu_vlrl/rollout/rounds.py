@@ -16,7 +16,7 @@ from npu_vlrl.types import Generation, ImageInput, SamplingParams, Segment
 
 
 class EngineError(RuntimeError):
-    """An engine process could not do what it was asked; the message names the process."""
+    """An engine could not do what it was asked; the message names its process, or vLLM."""
 
 
 @dataclass

@@ -145,6 +145,7 @@ def test_chosen_tests_run_without_the_checks(checkout: Checkout) -> None:
     [
         (["--npu"], ".venv-npu", "requirements-npu.txt", "tests/npu -q -n 2"),
         (["--triton"], ".venv-triton", "requirements-triton.txt", "tests/triton -q"),
+        (["--vllm"], ".venv-vllm", "requirements-vllm-cpu.txt", "tests/vllm -q --timeout 300"),
         (["--torch", "2.10.0"], ".venv-torch-2.10.0", "build/requirements-torch-2.10.0.txt", "-q -n 2"),
     ],
 )
@@ -166,6 +167,13 @@ def test_a_triton_that_torch_brought_gives_way(checkout: Checkout) -> None:
         "-m pip install -qq --disable-pip-version-check --no-deps --force-reinstall triton-ascend==3.2.0",
         "-m pytest tests/triton -q",
     ]
+
+
+def test_what_vllm_brought_for_gpus_is_removed(checkout: Checkout) -> None:
+    checkout.run("test.sh", "--vllm")
+    (checkout.root / ".venv-vllm" / "bin" / "packages" / "torchcodec==0.17.0").touch()
+    _, asked, *_ = checkout.run("test.sh", "--vllm")
+    assert asked == ["-m pip uninstall -qq --yes torchcodec", "-m pytest tests/vllm -q --timeout 300"]
 
 
 def test_the_other_torch_comes_with_the_pins_of_an_ascend_host(checkout: Checkout) -> None:

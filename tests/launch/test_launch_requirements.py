@@ -81,6 +81,7 @@ def test_without_arguments_all_files_are_asked_about(checkout: Checkout) -> None
     assert ran.said.splitlines()[-1].startswith(
         "do not resolve: requirements-cpu.txt:x86_64 requirements-cpu.txt:aarch64 requirements-gpu.txt:x86_64 "
         "requirements-npu.txt:x86_64 requirements-npu.txt:aarch64 requirements-vllm-ascend.txt:aarch64 "
+        "requirements-vllm-cpu.txt:x86_64 "
     )
 
 

@@ -30,9 +30,9 @@ def is_vision(kind: str) -> bool:
 
 
 @cache
-def tiny_folder(kind: str) -> Path:
+def tiny_folder(kind: str, hidden: int = 64) -> Path:
     """A folder of about 400 tokens, whose next-token distributions differ clearly from a flat one."""
-    folder = write_tiny_model(kind, Path(_folders.name) / kind, seed=0, hidden=64)
+    folder = write_tiny_model(kind, Path(_folders.name) / f"{kind}-{hidden}", seed=0, hidden=hidden)
     model = plain_model(folder)
     _randomise(model, std=0.08)
     _make_ends_likely(model, tiny_tokenizer().convert_tokens_to_ids("<|im_end|>"), below=2)

@@ -1,0 +1,64 @@
+"""A training that samples with the real vLLM, as a user starts it; every step compares vLLM with the learner."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.models import tiny_folder
+
+ROOT = Path(__file__).parents[2]
+
+WORDS = (
+    "train.steps=3",
+    "warm_start.steps=4",
+    "rollout.groups=3",
+    "rollout.group_size=2",
+    "rollout.cache_mib=256",
+    "evaluation.tasks=8",
+    "run.checkpoint_every=1",
+    "run.record_every=1",
+)
+
+
+def train(folder: Path, engine: str, *words: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    model = f"model.path={tiny_folder('qwen2_5_vl', 128)}"
+    command = [sys.executable, "-m", "npu_vlrl", "train", "--config", "configs/photo_tiny.yaml"]
+    command += ["--run-dir", str(folder), model, f"rollout.engine={engine}", *WORDS, *words]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def versions(folder: Path) -> dict[int, set[int]]:
+    """Of the sampled tokens of each training step."""
+    found: dict[int, set[int]] = {}
+    for line in (folder / "trajectories.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if not record["group"].startswith("step"):
+            continue
+        for turn in record["turns"]:
+            found.setdefault(record["step"], set()).update(turn["action"]["weight_versions"])
+    return found
+
+
+def test_a_training_and_one_that_goes_on(tmp_path: Path) -> None:
+    whole = train(tmp_path / "vllm", "vllm")
+    ours = train(tmp_path / "inprocess", "inprocess")
+    steps = [line for line in whole if "gap_max" in line]
+    assert len(steps) == 3
+    assert all(0 < line["gap_max"] < 1e-4 and line["sync/bytes"] > 0 for line in steps)
+    # greedy, after the same warm start: the same episodes
+    baselines = [next(line for line in lines if "eval/all/turns" in line) for lines in (whole, ours)]
+    evaluated = [{key: value for key, value in line.items() if key.startswith("eval/")} for line in baselines]
+    assert evaluated[0] == evaluated[1]
+    assert versions(tmp_path / "vllm") == {0: {0}, 1: {1}, 2: {2}}
+
+    more = train(tmp_path / "vllm", "vllm", "run.if_exists=resume", "train.steps=4")
+    assert [line["gap_max"] < 1e-4 for line in more if "gap_max" in line] == [True] * 4
+    assert versions(tmp_path / "vllm")[3] == {3}
