@@ -1,116 +1,111 @@
-"""How fast new weights reach an engine, beside the bare collective on one flat buffer of the same size.
+"""How fast new weights reach an engine, beside the bare collective on one flat buffer, and a broadcast a tensor.
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.weight_sync [--gib 6] [--bucket-mib 256] [--repeat 5]
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.weight_sync [--size 3b] [--bucket-mib 128 256 512]
+        [--repeats 9] [--out results.json]
 
-Every process takes a device. The parameters have the shapes of a 3B language model's layers, in bfloat16, repeated
-until there are as many bytes as asked for. What is timed is `WeightSender.send`: packing, both phases, checksums on
-both sides, and the engine's copy into its parameters. Rank 0 prints JSON.
+Every process takes a device, and the parameters of a Qwen2.5-VL-3B in bfloat16: tower and layers, tied ones once. What
+is timed is `WeightSender.send`: packing, both phases, the checksums of both sides, and the load into the parameters
+that the engine reads. In the end the engine's parameters are compared with the learner's, by their sums of bits.
+`--size tiny` is for a CPU, where the seconds mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import time
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from benchmarks.setup import SIZES, environment, forget, model, seconds, table, write
 from npu_vlrl.hardware import Platform, select
-from npu_vlrl.sync.weights import SyncReport, WeightReceiver, WeightSender
+from npu_vlrl.sync.plan import distinct
+from npu_vlrl.sync.weights import WeightReceiver, WeightSender
 from npu_vlrl.sync.world import World, join
 
-LAYER = {
-    "q": (2048, 2048),
-    "k": (256, 2048),
-    "v": (256, 2048),
-    "o": (2048, 2048),
-    "gate": (11008, 2048),
-    "up": (11008, 2048),
-    "down": (2048, 11008),
-    "norm": (2048,),
-}
+TIMEOUT_S = 300.0
+Weights = dict[str, Tensor]
 
 
-def parameters(total: float, device: torch.device) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    size = 0
-    while size < total:
-        for name, shape in LAYER.items():
-            tensor = torch.ones(shape, dtype=torch.bfloat16, device=device)
-            found[f"layers.{len(found) // len(LAYER)}.{name}"] = tensor
-            size += tensor.numel() * 2
-    return found
+def parameters(size: str, device: torch.device) -> Weights:
+    built = model(size, device, torch.bfloat16).policy.model
+    return distinct({name: parameter.detach() for name, parameter in built.named_parameters()})
 
 
-def timed(
-    work: Callable[[], object], platform: Platform, repeat: int, before: Callable[[], object] = lambda: None
-) -> float:
-    """The median of some calls after one to warm up, in seconds; what `before` does each time is not counted."""
-    seconds = []
-    for _ in range(repeat + 1):
-        before()
+def bits(weights: Weights) -> list[int]:
+    """The sum of each parameter's bits, read as integers."""
+    return [int(tensor.view(torch.int16).sum(dtype=torch.int64)) for tensor in weights.values()]
+
+
+def send(world: World, platform: Platform, weights: Weights, bucket_mib: int, repeats: int) -> dict[str, Any]:
+    """The learner's side of an update, again and again, with other weights each time."""
+    sender = WeightSender(world, weights, bucket_mib * 2**20)
+    taken: list[float] = []
+    for version in range(repeats + 2):
+        for tensor in weights.values():
+            tensor.neg_()
         platform.synchronize()
-        began = time.perf_counter()
-        work()
-        platform.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return sorted(seconds[1:])[repeat // 2]
-
-
-def learner(world: World, platform: Platform, weights: dict[str, torch.Tensor], options: argparse.Namespace) -> None:
-    sender = WeightSender(world, weights, options.bucket_mib * 2**20)
-    reports: list[SyncReport] = []
-    seconds = timed(
-        lambda: reports.append(sender.send(len(reports))),
-        platform,
-        options.repeat,
-        before=lambda: [tensor.add_(1) for tensor in weights.values()],
-    )
-    size = reports[-1].bytes_sent
+        report = sender.send(version)
+        taken.append(report.seconds)
     for rank in range(1, world.size):
         world.channel(rank).send("stop")
-    flat = torch.ones(size, dtype=torch.uint8, device=next(iter(weights.values())).device)
-    raw = timed(lambda: dist.broadcast(flat, 0), platform, options.repeat)
-    print(
-        json.dumps(
-            {
-                "device": platform.device_name(0),
-                "processes": world.size,
-                "bytes": size,
-                "tensors": len(weights),
-                "bucket_mib": options.bucket_mib,
-                "send_seconds": seconds,
-                "send_GB_per_s": size / seconds / 1e9,
-                "bare_broadcast_seconds": raw,
-                "bare_GB_per_s": size / raw / 1e9,
-                "share_of_bare": raw / seconds,
-            }
-        )
-    )
+        seen = world.channel(rank).receive(TIMEOUT_S).content["bits"]
+        assert seen == bits(weights), f"{world.channel(rank).peer} holds other weights"
+    middle = sorted(taken[2:])[repeats // 2]
+    return {"name": f"buckets of {bucket_mib} MiB", "bytes": report.bytes_sent, "seconds": middle}
 
 
-def engine(world: World, platform: Platform, weights: dict[str, torch.Tensor], options: argparse.Namespace) -> None:
+def receive(world: World, weights: Weights) -> None:
     receiver = WeightReceiver(world, weights)
     while (message := world.channel(0).receive()).kind == "weights":
         receiver.receive(message)
-    total = sum(-(-tensor.numel() * 2 // 512) * 512 for tensor in weights.values())
-    flat = torch.ones(total, dtype=torch.uint8, device=next(iter(weights.values())).device)
-    timed(lambda: dist.broadcast(flat, 0), platform, options.repeat)
+    world.channel(0).send("bits", {"bits": bits(weights)})
+
+
+def bare(platform: Platform, weights: Weights, repeats: int) -> list[dict[str, Any]]:
+    """The collective on one flat buffer, and on each tensor; every process calls it."""
+    size = sum(tensor.nbytes for tensor in weights.values())
+    flat = torch.zeros(size, dtype=torch.uint8, device=next(iter(weights.values())).device)
+
+    def each() -> None:
+        for tensor in weights.values():
+            dist.broadcast(tensor, 0)
+
+    one = seconds(lambda: dist.broadcast(flat, 0), platform, repeats, warm_up=2)
+    many = seconds(each, platform, repeats, warm_up=2)
+    return [
+        {"name": "bare, one flat buffer", "bytes": size, "seconds": one},
+        {"name": "bare, tensor by tensor", "bytes": size, "seconds": many},
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=6.0)
-    parser.add_argument("--bucket-mib", type=int, default=256)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--size", choices=SIZES, default="3b")
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    platform = select()
-    world = join(platform, 120.0)
-    weights = parameters(options.gib * 2**30, platform.device(int(os.environ["LOCAL_RANK"])))
-    (engine if world.rank else learner)(world, platform, weights, options)
+    on = select()
+    world = join(on, TIMEOUT_S)
+    weights = parameters(options.size, on.device(int(os.environ["LOCAL_RANK"])))
+    rows = bare(on, weights, options.repeats)
+    limit = rows[0]["bytes"] / rows[0]["seconds"]
+    for bucket_mib in options.bucket_mib:
+        forget(on)
+        if world.rank:
+            receive(world, weights)
+        else:
+            rows.append(send(world, on, weights, bucket_mib, options.repeats))
+    if world.rank == 0:
+        for row in rows:
+            speed = row["bytes"] / row["seconds"]
+            row |= {"GB_per_s": speed / 1e9, "share_of_bare": speed / limit}
+        print(table(rows))
+        write(options.out, {**environment(on), "processes": world.size, "tensors": len(weights), "rows": rows})
 
 
 if __name__ == "__main__":

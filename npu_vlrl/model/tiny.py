@@ -98,6 +98,7 @@ def write_tiny_model(kind: str, folder: Path, seed: int, hidden: int = 64, layer
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=INIT_STD)
     partial = folder.with_name(f".{folder.name}.partial")  # a folder that is there is whole
+    model.should_save_on_this_rank = lambda is_main_process: True  # not on the first of a training's processes alone
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     if kind != "qwen3":

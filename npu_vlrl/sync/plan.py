@@ -15,6 +15,9 @@ from torch import Tensor
 ALIGNMENT = 512
 """Bytes; what device memory is read fastest in, and a multiple of every dtype's size."""
 
+ROW_BYTES = 65536
+"""A bucket is a whole number of rows: sums along both sides of such rows are nearly as fast as memory is read."""
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -60,6 +63,18 @@ class Place:
     bucket: int
     offset: int
 
+    @cached_property
+    def _layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Shape, strides and offset, in elements. They are looked up often, and at a rate that counts."""
+        strides = [1]
+        for length in reversed(self.fact.shape[1:]):
+            strides.insert(0, strides[0] * length)
+        return self.fact.shape, tuple(strides[: len(self.fact.shape)]), self.offset // self.fact.torch_dtype.itemsize
+
+    def view(self, bucket: Tensor) -> Tensor:
+        """The parameter as a view into its bucket, which is of its dtype."""
+        return bucket.as_strided(*self._layout)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -79,17 +94,27 @@ class Plan:
         """Bytes on the wire."""
         return sum(self.bucket_sizes)
 
+    @cached_property
+    def buckets(self) -> tuple[tuple[Place, ...], ...]:
+        """The places of each bucket."""
+        found: list[list[Place]] = [[] for _ in self.bucket_sizes]
+        for place in self.places:
+            found[place.bucket].append(place)
+        return tuple(map(tuple, found))
+
     def views(self, bucket: int, buffer: Tensor) -> dict[str, Tensor]:
         """The parameters of a bucket as views into `buffer`, uint8 of at least the bucket's size."""
-        return {
-            p.fact.name: buffer[p.offset : p.offset + p.fact.size].view(p.fact.torch_dtype).view(p.fact.shape)
-            for p in self.places
-            if p.bucket == bucket
+        whole = {
+            dtype: buffer[: self.bucket_sizes[bucket]].view(dtype)
+            for dtype in {place.fact.torch_dtype for place in self.buckets[bucket]}
         }
+        return {place.fact.name: place.view(whole[place.fact.torch_dtype]) for place in self.buckets[bucket]}
 
 
 def make_plan(facts: Sequence[Fact], bucket_bytes: int) -> Plan:
-    """Fills buckets in the order given; a parameter larger than `bucket_bytes` has a bucket of its own."""
+    """Fills buckets in the order given; a parameter larger than `bucket_bytes` has a bucket of its own. The end of each
+    is rounded up to a row.
+    """
     places: list[Place] = []
     sizes: list[int] = []
     for fact in facts:
@@ -98,7 +123,7 @@ def make_plan(facts: Sequence[Fact], bucket_bytes: int) -> Plan:
             sizes.append(0)
         places.append(Place(fact, len(sizes) - 1, sizes[-1]))
         sizes[-1] += padded
-    return Plan(tuple(places), tuple(sizes))
+    return Plan(tuple(places), tuple(-(-size // ROW_BYTES) * ROW_BYTES for size in sizes))
 
 
 def distinct(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from npu_vlrl.sync.plan import ROW_BYTES
 from npu_vlrl.sync.world import World
 
 T = TypeVar("T")
-
-WORDS = 64
-"""int64 words in a row of the checksum; a bucket is a whole number of rows."""
 
 POLL_S = 0.02
 GRACE_S = 1.0
@@ -64,15 +62,27 @@ def guarded(collective: Callable[[], T], world: World, look: Callable[[], None],
     return result[0]
 
 
-def checksum(bucket: Tensor) -> Tensor:
-    """Two numbers, int64 [2], computed where the bucket is: they change with every word and with the words' order.
+class Checksums:
+    """Two numbers for each bucket, computed where it is: they change with every word and with the words' order.
 
-    The words make rows of 64. One number is the sum of the rows' sums, each times its rank, the other the same of the
-    columns. A moved word changes its row or its column.
+    The words, int64, make rows of `ROW_BYTES`. One number is the sum of the rows' sums, each times its rank, the other
+    the same of the columns. A moved word changes its row or its column.
     """
-    words = bucket.view(torch.int64).view(-1, WORDS)
-    return torch.stack([_ranked(words.sum(1)), _ranked(words.sum(0))])
 
+    def __init__(self, bucket_sizes: Sequence[int], device: torch.device | None) -> None:
+        """Sizes in bytes, whole rows each."""
+        n, longest = len(bucket_sizes), max(bucket_sizes, default=0) // ROW_BYTES
+        self._rows = torch.zeros(n, longest, dtype=torch.int64, device=device)
+        self._columns = torch.zeros(n, ROW_BYTES // 8, dtype=torch.int64, device=device)
 
-def _ranked(values: Tensor) -> Tensor:
-    return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
+    def take(self, number: int, bucket: Tensor) -> None:
+        """Reads a bucket, without waiting for it."""
+        words = bucket.view(torch.int64).view(len(bucket) // ROW_BYTES, ROW_BYTES // 8)
+        torch.sum(words, 1, out=self._rows[number, : len(words)])
+        torch.sum(words, 0, out=self._columns[number])
+
+    def read(self) -> list[list[int]]:
+        """Waits until all buckets have been read."""
+        parts = self._rows, self._columns
+        sums = [(part * torch.arange(1, part.shape[1] + 1, device=part.device)).sum(1) for part in parts]
+        return torch.stack(sums, 1).tolist()

@@ -1,8 +1,9 @@
 """New weights from the learner to the engines: buckets by broadcast, in two phases.
 
-First every engine takes all buckets into memory of its own, beside its weights, and says the checksum of each. Only
-when all have what was sent does the learner say `commit`, and the engines copy. Whoever dies in between, an engine has
-either all of the new version or all of the old one.
+While a bucket travels, an engine puts the one before it into its weights, and the old weights aside. It says the
+checksums of all. Only when every engine has what was sent does the learner say `commit`, and the old weights are
+forgotten; else the engines put them back. Whoever dies in between, an engine goes on with all of the new version or all
+of the old one.
 
     learner   weights ->              buckets ->            commit ->
     engine               <- planned              <- staged            <- committed
@@ -11,9 +12,11 @@ either all of the new version or all of the old one.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from npu_vlrl.sync.channel import Channel, Message, PeerError
 from npu_vlrl.sync.plan import Fact, Plan, distinct, make_plan
-from npu_vlrl.sync.transfer import TransferTimeout, checksum, guarded
+from npu_vlrl.sync.transfer import Checksums, TransferTimeout, guarded
 from npu_vlrl.sync.world import LEARNER, World
 
 Sums = list[list[int]]
@@ -63,6 +66,8 @@ class WeightSender:
         self._committed: dict[str, int] = {}
         """The version counter of each tensor when the engines last took it."""
         self._plans: dict[tuple[str, ...], Plan] = {}
+        self._told: set[str] = set()
+        """Checksums of the plans that the engines know."""
         self._version: int | None = None
 
     def send(self, version: int) -> SyncReport:
@@ -81,10 +86,13 @@ class WeightSender:
         counters = {name: tensor._version for name, tensor in self._parameters.items()}
         changed = tuple(name for name, count in counters.items() if self._committed.get(name) != count)
         plan = self._plan(changed)
-        update = {"version": version, "names": changed, "bucket_bytes": self.bucket_bytes, "plan": plan.checksum}
+        update = {"version": version, "plan": plan.checksum}
+        if plan.checksum not in self._told:
+            update |= {"names": changed, "bucket_bytes": self.bucket_bytes}
         self._tell("weights", update)
         for channel in self._channels:
             _expect(channel, "planned", self.world.timeout_s)
+        self._told.add(plan.checksum)
         self._transfer(plan)
         self._tell("commit")
         for channel in self._channels:
@@ -154,10 +162,9 @@ class WeightSender:
         if not plan.places:
             return []
         device = self._parameters[plan.places[0].fact.name].device
-        largest = max(plan.bucket_sizes)
-        buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in plan.bucket_sizes[:2]]
+        buffers = new_buffers(plan, device)
+        sums = Checksums(plan.bucket_sizes, device)
         works: list[dist.Work] = []
-        sums: list[Tensor] = []
         for bucket, size in enumerate(plan.bucket_sizes):
             buffer = buffers[bucket % 2][:size]
             if bucket >= 2:
@@ -166,10 +173,10 @@ class WeightSender:
             with torch.no_grad():
                 torch._foreach_copy_(list(views.values()), [self._parameters[name].detach() for name in views])
             works.append(dist.broadcast(buffer, LEARNER, async_op=True))
-            sums.append(checksum(buffer))
+            sums.take(bucket, buffer)
         for work in works[-2:]:
             work.wait()
-        return torch.stack(sums).tolist()
+        return sums.read()
 
     def _compare(self, sums: Sums, staged: Mapping[int, Sums]) -> None:
         """On a difference all engines drop what they got."""
@@ -187,7 +194,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """An engine's side. While an update is on its way, it takes as much memory again as is sent."""
+    """An engine's side. While an update is on its way, it takes as much memory again as is sent, and two buckets."""
 
     def __init__(self, world: World, parameters: Mapping[str, Tensor]) -> None:
         """Tells the learner which parameters this engine has: all of them, since it does not know what is trained."""
@@ -195,6 +202,7 @@ class WeightReceiver:
         self.version: int | None = None
         self._parameters = dict(parameters)
         self._channel = world.channel(LEARNER)
+        self._plans: dict[str, Plan] = {}
         # the learner is the judge of what takes too long: it knows every engine, and says which one is late
         self._patience_s = 2 * world.timeout_s
         facts = [Fact.of(name, tensor).to_json() for name, tensor in self._parameters.items()]
@@ -206,39 +214,41 @@ class WeightReceiver:
         Raises SyncError when the two sides plan differently or the transfer fails, and PeerError when the learner is
         gone or gives up; the weights are then those of the version before.
         """
-        update = message.content
-        facts = [Fact.of(name, self._parameters[name]) for name in update["names"]]
-        plan = make_plan(facts, update["bucket_bytes"])
-        if plan.checksum != update["plan"]:
-            raise SyncError("learner and engine plan the buckets differently; run the same release on all machines")
-        buckets = self._room(plan)
+        plan = self._plan(message.content)
+        arrival = _Arrival(plan, self._parameters)
         self._channel.send("planned")
-        self._channel.send("staged", {"sums": self._take(buckets)})
-        if _expect(self._channel, ("commit", "drop"), self._patience_s).kind == "drop":
+        try:
+            self._channel.send("staged", {"sums": self._take(arrival)})
+            kept = _expect(self._channel, ("commit", "drop"), self._patience_s).kind == "commit"
+        except BaseException:
+            arrival.undo()
+            raise
+        if not kept:
+            arrival.undo()
             return None
-        with torch.no_grad():
-            for number, bucket in enumerate(buckets):
-                views = plan.views(number, bucket)
-                torch._foreach_copy_([self._parameters[name] for name in views], list(views.values()))
-        self.version = int(update["version"])
+        self.version = int(message.content["version"])
         self._channel.send("committed")
         return self.version
 
-    def _room(self, plan: Plan) -> list[Tensor]:
-        """Taken before the learner begins: a lack of memory is told to it, and nobody waits in a collective."""
-        if not plan.places:
-            return []
-        device = self._parameters[plan.places[0].fact.name].device
-        return [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.bucket_sizes]
+    def _plan(self, update: Mapping[str, Any]) -> Plan:
+        """The names come with a plan once."""
+        checksum = update["plan"]
+        if checksum not in self._plans:
+            facts = [Fact.of(name, self._parameters[name]) for name in update["names"]]
+            plan = make_plan(facts, update["bucket_bytes"])
+            if plan.checksum != checksum:
+                raise SyncError("learner and engine plan the buckets differently; run the same release on all machines")
+            self._plans[checksum] = plan
+        return self._plans[checksum]
 
-    def _take(self, buckets: Sequence[Tensor]) -> Sums:
+    def _take(self, arrival: _Arrival) -> Sums:
         def look() -> None:
             if self._channel.waiting():
                 self._channel.check_alive()
                 raise PeerError(self._channel.peer, "gave up in the middle of an update of the weights")
 
         try:
-            return guarded(lambda: self._collect(buckets), self.world, look, self._patience_s)
+            return guarded(arrival.collect, self.world, look, self._patience_s)
         except TransferTimeout:
             what = f"did not finish a transfer of weights within {self._patience_s:g} s"
             raise PeerError(self._channel.peer, what) from None
@@ -247,13 +257,59 @@ class WeightReceiver:
                 raise
             raise SyncError(f"the transfer of weights failed: {error}") from error
 
-    def _collect(self, buckets: Sequence[Tensor]) -> Sums:
-        works = [dist.broadcast(bucket, LEARNER, async_op=True) for bucket in buckets]
-        sums = []
-        for work, bucket in zip(works, buckets, strict=True):
-            work.wait()
-            sums.append(checksum(bucket))
-        return torch.stack(sums).tolist() if sums else []
+
+class _Arrival:
+    """The buckets of one update in an engine, and the old weights, which can be put back."""
+
+    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+        """Takes the memory before the learner begins: a lack of it is told, and nobody waits in a collective."""
+        self._plan = plan
+        self._parameters = parameters
+        device = parameters[plan.places[0].fact.name].device if plan.places else None
+        self._old = [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.bucket_sizes]
+        self._buffers = new_buffers(plan, device)
+        self._sums = Checksums(plan.bucket_sizes, device)
+        self._loaded: list[int] = []
+        self._over = False
+        self._lock = Lock()
+
+    def collect(self) -> Sums:
+        """Takes and loads all buckets; returns their checksums."""
+        works: list[dist.Work] = []
+        for bucket in range(len(self._plan.bucket_sizes)):
+            for ahead in range(len(works), min(bucket + 2, len(self._plan.bucket_sizes))):
+                works.append(dist.broadcast(self._buffer(ahead), LEARNER, async_op=True))
+            works[bucket].wait()
+            self._sums.take(bucket, self._buffer(bucket))
+            with self._lock:
+                if self._over:  # given up meanwhile
+                    break
+                self._loaded.append(bucket)
+                self._load(bucket)
+        return self._sums.read()
+
+    def undo(self) -> None:
+        """Puts the old weights back; what still comes is not loaded."""
+        with self._lock, torch.no_grad():
+            self._over = True
+            for bucket in self._loaded:
+                old = self._plan.views(bucket, self._old[bucket])
+                torch._foreach_copy_([self._parameters[name] for name in old], list(old.values()))
+
+    def _buffer(self, bucket: int) -> Tensor:
+        return self._buffers[bucket % 2][: self._plan.bucket_sizes[bucket]]
+
+    @torch.no_grad()
+    def _load(self, bucket: int) -> None:
+        new, old = self._plan.views(bucket, self._buffer(bucket)), self._plan.views(bucket, self._old[bucket])
+        own = [self._parameters[name] for name in new]
+        torch._foreach_copy_(list(old.values()), own)
+        torch._foreach_copy_(own, list(new.values()))
+
+
+def new_buffers(plan: Plan, device: torch.device | None) -> list[Tensor]:
+    """Room for two buckets: one travels while the other is packed or loaded."""
+    return [torch.empty(max(plan.bucket_sizes), dtype=torch.uint8, device=device) for _ in plan.bucket_sizes[:2]]
 
 
 @cache

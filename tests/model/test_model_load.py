@@ -72,6 +72,15 @@ def test_a_tiny_model_depends_on_its_seed(kind: str, tmp_path: Path) -> None:
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
+def test_every_process_of_a_training_may_write_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine on a machine of its own does; transformers by itself writes on rank 0 only."""
+    alone = write_tiny_model("qwen2_5_vl", tmp_path / "alone", 3, hidden=32, layers=1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 1)
+    second = write_tiny_model("qwen2_5_vl", tmp_path / "second", 3, hidden=32, layers=1)
+    assert sorted(p.name for p in second.iterdir()) == sorted(p.name for p in alone.iterdir())
+
+
 def test_tiny_paths(tmp_path: Path) -> None:
     made = model_folder("tiny:qwen3", tmp_path / "model", seed=0)
     assert made == tmp_path / "model" / "qwen3-seed0"

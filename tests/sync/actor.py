@@ -24,6 +24,7 @@ from npu_vlrl.hardware import select
 from npu_vlrl.kernels import use
 from npu_vlrl.sync import weights
 from npu_vlrl.sync.plan import Plan
+from npu_vlrl.sync.transfer import Checksums
 from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender
 from npu_vlrl.sync.world import PeerError, World, join, leave
 from tests.support.ranks import free_port
@@ -167,20 +168,20 @@ def two_dtypes(folder: Path, world: World) -> Seen:
 def corrupted(folder: Path, world: World) -> Seen:
     """The last engine gets a wrong byte in the first update; the second goes well."""
     model = Model()
-    right, calls = weights.checksum, []
+    right, calls = Checksums.take, []
 
-    def wrong(bucket: Tensor) -> Tensor:
-        calls.append(1)
+    def wrong(sums: Checksums, number: int, bucket: Tensor) -> None:
+        calls.append(number)
         if len(calls) == 2:
             bucket[3] += 1
-        return right(bucket)
+        right(sums, number, bucket)
 
     if world.rank:
-        weights.checksum = wrong if world.rank == world.size - 1 else right
+        Checksums.take = wrong if world.rank == world.size - 1 else right  # type: ignore[method-assign]
         try:
             return engine(world, model)
         finally:
-            weights.checksum = right
+            Checksums.take = right  # type: ignore[method-assign]
     learner = Learner(world, model)
     train(model.trained(), 1)
     errors: list[str] = []
@@ -281,11 +282,11 @@ def engine_stands_still(folder: Path, world: World) -> Seen:
 
 
 def engine_without_memory(folder: Path, world: World) -> Seen:
-    def full(receiver: WeightReceiver, plan: object) -> list[Tensor]:
+    def full(plan: object, parameters: object) -> None:
         raise torch.OutOfMemoryError("no memory for 42 bytes")
 
     if world.rank == world.size - 1:
-        WeightReceiver._room = full
+        weights._Arrival = full  # type: ignore[assignment, misc]
     return _one_update(world)
 
 

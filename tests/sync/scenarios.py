@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from npu_vlrl.sync.plan import ALIGNMENT
+from npu_vlrl.sync.plan import ALIGNMENT, ROW_BYTES
 from tests.support.models import tiny_folder
 from tests.support.ranks import ROOT
 from tests.sync.actor import BUCKET_BYTES, SHORT_S
@@ -93,8 +93,9 @@ class Scenarios:
         assert not any("visual" in name for name in sizes), "the tower is frozen"
         assert sum("embed_tokens" in name or "lm_head" in name for name in sizes) == 1, "the head is tied"
         padded = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
-        everything = [sum(padded.values()), len(sizes), buckets(list(padded.values()))]
-        alone = [padded[learner["changed alone"]], 1, 1]
+        filled = buckets(list(padded.values()))
+        everything = [sum(filled), len(sizes), len(filled)]
+        alone = [sum(buckets([padded[learner["changed alone"]]])), 1, 1]
         assert [state["sent"] for state in learner["history"]] == [everything, [0, 0, 0], alone, everything]
 
     def test_a_difference_of_the_models_is_named(self, good: dict[str, list[Seen]]) -> None:
@@ -146,13 +147,14 @@ class OneEngine(Scenarios):
         learner, *engines = good["half"]
         assert all(engine["history"][1]["weights"] == learner["rounded"] for engine in engines)
         padded = [-(-size // 2 // ALIGNMENT) * ALIGNMENT for size in learner["sizes"].values()]
-        assert learner["history"][0]["sent"][0] == sum(padded)
+        assert learner["history"][0]["sent"][0] == sum(buckets(padded))
 
     def test_of_an_adapter_run_only_the_adapter_is_sent(self, good: dict[str, list[Seen]]) -> None:
         learner, *engines = good["adapter"]
         assert all("lora_" in name for name in learner["sizes"])
         padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in learner["sizes"].values()]
-        assert learner["history"][0]["sent"] == [sum(padded), len(padded), buckets(padded)]
+        filled = buckets(padded)
+        assert learner["history"][0]["sent"] == [sum(filled), len(padded), len(filled)]
         for engine in engines:
             before, after = engine["history"]
             assert after["version"] == 0
@@ -204,11 +206,14 @@ class TwoEngines(Scenarios):
         assert learner["error"].startswith("engine 1 (rank 1, ") and "did not answer within 2 s" in learner["error"]
 
 
-def buckets(padded: list[int]) -> int:
-    """How many a first-fit in order needs, counted here once more by hand."""
-    count, room = 0, 0
+def buckets(padded: list[int]) -> list[int]:
+    """Sizes of those that a first-fit in order needs, in whole rows; counted here once more by hand."""
+    filled: list[int] = []
+    room = 0
     for size in padded:
         if size > room:
-            count, room = count + 1, max(BUCKET_BYTES, size)
+            filled.append(0)
+            room = max(BUCKET_BYTES, size)
+        filled[-1] += size
         room -= size
-    return count
+    return [-(-size // ROW_BYTES) * ROW_BYTES for size in filled]
