@@ -10,7 +10,7 @@ from pathlib import Path
 from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.wire import RoundReader, pack_outcomes
 from npu_vlrl.sync.channel import Channel, Message
-from npu_vlrl.sync.weights import WeightReceiver
+from npu_vlrl.sync.weights import SyncError, WeightReceiver
 from npu_vlrl.sync.world import LEARNER, PeerError, World
 
 Handlers = Mapping[str, Callable[[Message], None]]
@@ -23,8 +23,9 @@ def weights_by_transfer(world: World, engine: InProcessEngine) -> Handlers:
 
     def weights(message: Message) -> None:
         version = receiver.receive(message)
-        if version is not None:
-            engine.weights_changed(version)
+        if version is None:
+            raise SyncError("the weights that arrived were not those that were sent; this engine holds no version")
+        engine.weights_changed(version)
 
     return {"weights": weights}
 

@@ -74,6 +74,7 @@ class Checksums:
         n, longest = len(bucket_sizes), max(bucket_sizes, default=0) // ROW_BYTES
         self._rows = torch.zeros(n, longest, dtype=torch.int64, device=device)
         self._columns = torch.zeros(n, ROW_BYTES // 8, dtype=torch.int64, device=device)
+        self._ranks = torch.arange(1, max(longest, ROW_BYTES // 8) + 1, device=device)
 
     def take(self, number: int, bucket: Tensor) -> None:
         """Reads a bucket, without waiting for it."""
@@ -83,6 +84,5 @@ class Checksums:
 
     def read(self) -> list[list[int]]:
         """Waits until all buckets have been read."""
-        parts = self._rows, self._columns
-        sums = [(part * torch.arange(1, part.shape[1] + 1, device=part.device)).sum(1) for part in parts]
+        sums = [(part * self._ranks[: part.shape[1]]).sum(1) for part in (self._rows, self._columns)]
         return torch.stack(sums, 1).tolist()

@@ -1,12 +1,11 @@
 """New weights from the learner to the engines: buckets by broadcast, in two phases.
 
-While a bucket travels, an engine puts the one before it into its weights, and the old weights aside. It says the
-checksums of all. Only when every engine has what was sent does the learner say `commit`, and the old weights are
-forgotten; else the engines put them back. Whoever dies in between, an engine goes on with all of the new version or all
-of the old one.
+An engine loads a bucket while the next one travels, and says the checksums of all. Only when every engine has what was
+sent does the learner say `commit`. Until then an engine holds no version: whoever dies in between, nobody samples from
+a mixture of two.
 
     learner   weights ->              buckets ->            commit ->
-    engine               <- planned              <- staged            <- committed
+    engine               <- planned              <- staged
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from threading import Lock
 from typing import Any
 
 import torch
@@ -77,8 +75,8 @@ class WeightSender:
         is written through `.data` or by a kernel that torch knows nothing of; `torch.autograd.graph.increment_version`
         counts it by hand.
         Raises ValueError for a version below the last one, PeerError when an engine is gone or too slow, and SyncError
-        when an engine got other bytes; the engines then still hold the version before. After any other error than of
-        wrong bytes the connections are of no more use.
+        when an engine got other bytes; the engines then hold no version until the next update, which sends everything.
+        After any other error than of wrong bytes the connections are of no more use.
         """
         if self._version is not None and version < self._version:
             raise ValueError(f"sync: version {version} comes after version {self._version}; versions never fall")
@@ -90,13 +88,12 @@ class WeightSender:
         if plan.checksum not in self._told:
             update |= {"names": changed, "bucket_bytes": self.bucket_bytes}
         self._tell("weights", update)
+        outgoing = _Outgoing(plan, self._parameters)
         for channel in self._channels:
             _expect(channel, "planned", self.world.timeout_s)
         self._told.add(plan.checksum)
-        self._transfer(plan)
+        self._transfer(outgoing)
         self._tell("commit")
-        for channel in self._channels:
-            _expect(channel, "committed", self.world.timeout_s)
         self._committed, self._version = counters, version
         return SyncReport(plan.size, len(changed), len(plan.bucket_sizes), time.monotonic() - began)
 
@@ -130,7 +127,7 @@ class WeightSender:
         for channel in self._channels:
             channel.send(kind, content)
 
-    def _transfer(self, plan: Plan) -> None:
+    def _transfer(self, outgoing: _Outgoing) -> None:
         """Sends the buckets, and returns when every engine has them. Raises PeerError or SyncError, see `send`."""
         staged: dict[int, Sums] = {}
 
@@ -142,7 +139,7 @@ class WeightSender:
                     staged[channel.peer.rank] = _expect(channel, "staged", self.world.timeout_s).content["sums"]
 
         try:
-            sums = guarded(lambda: self._broadcast(plan), self.world, look, self.world.timeout_s)
+            sums = guarded(outgoing.send, self.world, look, self.world.timeout_s)
         except TransferTimeout:
             late = [channel.peer for channel in self._channels if channel.peer.rank not in staged]
             others = f"; neither did {', '.join(map(str, late[1:]))}" if late[1:] else ""
@@ -157,44 +154,58 @@ class WeightSender:
                 staged[channel.peer.rank] = _expect(channel, "staged", self.world.timeout_s).content["sums"]
         self._compare(sums, staged)
 
-    def _broadcast(self, plan: Plan) -> Sums:
-        """Packing goes on while the bucket before it travels; a bucket travels while its checksum is made."""
-        if not plan.places:
-            return []
-        device = self._parameters[plan.places[0].fact.name].device
-        buffers = new_buffers(plan, device)
-        sums = Checksums(plan.bucket_sizes, device)
-        works: list[dist.Work] = []
-        for bucket, size in enumerate(plan.bucket_sizes):
-            buffer = buffers[bucket % 2][:size]
-            if bucket >= 2:
-                works[bucket - 2].wait()  # the buffer is free again
-            views = plan.views(bucket, buffer)
-            with torch.no_grad():
-                torch._foreach_copy_(list(views.values()), [self._parameters[name].detach() for name in views])
-            works.append(dist.broadcast(buffer, LEARNER, async_op=True))
-            sums.take(bucket, buffer)
-        for work in works[-2:]:
-            work.wait()
-        return sums.read()
-
     def _compare(self, sums: Sums, staged: Mapping[int, Sums]) -> None:
-        """On a difference all engines drop what they got."""
+        """On a difference all engines hold no version any more, and nothing counts as sent."""
         wrong: list[str] = []
         for channel in self._channels:
             pairs = zip(sums, staged[channel.peer.rank], strict=True)
             bad = [number for number, (ours, theirs) in enumerate(pairs) if ours != theirs]
             wrong += [f"bucket {bad[0]} of {len(sums)} of {channel.peer}"] if bad else []
         if wrong:
+            self._committed.clear()
             self._tell("drop")
             raise SyncError(
-                f"the weights that arrived are not those that were sent: {', '.join(wrong)}. The engines keep the "
-                "version before; check the interconnect"
+                f"the weights that arrived are not those that were sent: {', '.join(wrong)}. The engines hold no "
+                "version until the next update; check the interconnect"
             )
 
 
+class _Outgoing:
+    """The buckets of one update in the learner; the first are packed at once, while the engines make room."""
+
+    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+        self._plan = plan
+        self._parameters = parameters
+        self._buffers, self._sums = room(plan, parameters)
+        self._packed = 0
+        for _ in self._buffers:
+            self._pack()
+
+    def send(self) -> Sums:
+        """Packing goes on while the bucket before it travels; a bucket travels while its checksum is made."""
+        works: list[dist.Work] = []
+        for bucket in range(len(self._plan.bucket_sizes)):
+            if bucket == self._packed:
+                works[bucket - 2].wait()  # the buffer is free again
+                self._pack()
+            works.append(dist.broadcast(self._buffer(bucket), LEARNER, async_op=True))
+            self._sums.take(bucket, self._buffer(bucket))
+        for work in works[-2:]:
+            work.wait()
+        return self._sums.read()
+
+    def _buffer(self, bucket: int) -> Tensor:
+        return self._buffers[bucket % 2][: self._plan.bucket_sizes[bucket]]
+
+    @torch.no_grad()
+    def _pack(self) -> None:
+        views = self._plan.views(self._packed, self._buffer(self._packed))
+        torch._foreach_copy_(list(views.values()), [self._parameters[name].detach() for name in views])
+        self._packed += 1
+
+
 class WeightReceiver:
-    """An engine's side. While an update is on its way, it takes as much memory again as is sent, and two buckets."""
+    """An engine's side. While an update is on its way, it takes the memory of two buckets."""
 
     def __init__(self, world: World, parameters: Mapping[str, Tensor]) -> None:
         """Tells the learner which parameters this engine has: all of them, since it does not know what is trained."""
@@ -212,22 +223,15 @@ class WeightReceiver:
         """Answers a message of kind "weights". Returns the new version, None when the learner dropped the update.
 
         Raises SyncError when the two sides plan differently or the transfer fails, and PeerError when the learner is
-        gone or gives up; the weights are then those of the version before.
+        gone or gives up. `version` is None from the first bucket to the word of the learner that all have arrived.
         """
         plan = self._plan(message.content)
         arrival = _Arrival(plan, self._parameters)
         self._channel.send("planned")
-        try:
-            self._channel.send("staged", {"sums": self._take(arrival)})
-            kept = _expect(self._channel, ("commit", "drop"), self._patience_s).kind == "commit"
-        except BaseException:
-            arrival.undo()
-            raise
-        if not kept:
-            arrival.undo()
-            return None
-        self.version = int(message.content["version"])
-        self._channel.send("committed")
+        self.version = None
+        self._channel.send("staged", {"sums": self._take(arrival)})
+        if _expect(self._channel, ("commit", "drop"), self._patience_s).kind == "commit":
+            self.version = int(message.content["version"])
         return self.version
 
     def _plan(self, update: Mapping[str, Any]) -> Plan:
@@ -259,57 +263,40 @@ class WeightReceiver:
 
 
 class _Arrival:
-    """The buckets of one update in an engine, and the old weights, which can be put back."""
+    """The buckets of one update in an engine."""
 
     def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
         """Takes the memory before the learner begins: a lack of it is told, and nobody waits in a collective."""
         self._plan = plan
         self._parameters = parameters
-        device = parameters[plan.places[0].fact.name].device if plan.places else None
-        self._old = [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.bucket_sizes]
-        self._buffers = new_buffers(plan, device)
-        self._sums = Checksums(plan.bucket_sizes, device)
-        self._loaded: list[int] = []
-        self._over = False
-        self._lock = Lock()
+        self._buffers, self._sums = room(plan, parameters)
 
     def collect(self) -> Sums:
         """Takes and loads all buckets; returns their checksums."""
         works: list[dist.Work] = []
-        for bucket in range(len(self._plan.bucket_sizes)):
-            for ahead in range(len(works), min(bucket + 2, len(self._plan.bucket_sizes))):
+        count = len(self._plan.bucket_sizes)
+        for bucket in range(count):
+            for ahead in range(len(works), min(bucket + 2, count)):
                 works.append(dist.broadcast(self._buffer(ahead), LEARNER, async_op=True))
             works[bucket].wait()
             self._sums.take(bucket, self._buffer(bucket))
-            with self._lock:
-                if self._over:  # given up meanwhile
-                    break
-                self._loaded.append(bucket)
-                self._load(bucket)
+            self._load(bucket)
         return self._sums.read()
-
-    def undo(self) -> None:
-        """Puts the old weights back; what still comes is not loaded."""
-        with self._lock, torch.no_grad():
-            self._over = True
-            for bucket in self._loaded:
-                old = self._plan.views(bucket, self._old[bucket])
-                torch._foreach_copy_([self._parameters[name] for name in old], list(old.values()))
 
     def _buffer(self, bucket: int) -> Tensor:
         return self._buffers[bucket % 2][: self._plan.bucket_sizes[bucket]]
 
     @torch.no_grad()
     def _load(self, bucket: int) -> None:
-        new, old = self._plan.views(bucket, self._buffer(bucket)), self._plan.views(bucket, self._old[bucket])
-        own = [self._parameters[name] for name in new]
-        torch._foreach_copy_(list(old.values()), own)
-        torch._foreach_copy_(own, list(new.values()))
+        views = self._plan.views(bucket, self._buffer(bucket))
+        torch._foreach_copy_([self._parameters[name] for name in views], list(views.values()))
 
 
-def new_buffers(plan: Plan, device: torch.device | None) -> list[Tensor]:
-    """Room for two buckets: one travels while the other is packed or loaded."""
-    return [torch.empty(max(plan.bucket_sizes), dtype=torch.uint8, device=device) for _ in plan.bucket_sizes[:2]]
+def room(plan: Plan, parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], Checksums]:
+    """Memory for two buckets, one that travels and one that is packed or loaded, and for the checksums of all."""
+    device = parameters[plan.places[0].fact.name].device if plan.places else None
+    buffers = [torch.empty(max(plan.bucket_sizes), dtype=torch.uint8, device=device) for _ in plan.bucket_sizes[:2]]
+    return buffers, Checksums(plan.bucket_sizes, device)
 
 
 @cache

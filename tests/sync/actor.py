@@ -45,6 +45,7 @@ def engine(world: World, model: Model, parameters: dict[str, Tensor] | None = No
     """Takes updates until the learner stops it. An error of its own it tells, and waits for the end."""
     channel = world.channel(0)
     receiver = WeightReceiver(world, parameters or model.parameters())
+    receiver.version = -1  # one from before, so that it shows when there is none
     history: list[Seen] = [{"version": receiver.version, **state(model)}]
     try:
         while (message := channel.receive()).kind == "weights":
@@ -236,7 +237,7 @@ def _die() -> None:
 
 
 def engine_dies(folder: Path, world: World) -> Seen:
-    """The last engine is killed after the first bucket; the others must keep their weights."""
+    """The last engine is killed after the first bucket; the others must know that they hold no version."""
     if world.rank == world.size - 1:
         _at_broadcast(1, _die)
     return _one_update(world)
