@@ -15,8 +15,8 @@ from torch import Tensor
 ALIGNMENT = 512
 """Bytes; what device memory is read fastest in, and a multiple of every dtype's size."""
 
-ROW_BYTES = 65536
-"""A bucket is a whole number of rows: sums along both sides of such rows are nearly as fast as memory is read."""
+SMALLEST = 8
+"""Of `bucket_bytes` the first and the last buckets may take this part."""
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,23 @@ class Plan:
 
 
 def make_plan(facts: Sequence[Fact], bucket_bytes: int) -> Plan:
-    """Fills buckets in the order given; a parameter larger than `bucket_bytes` has a bucket of its own. The end of each
-    is rounded up to a row.
+    """Fills buckets in the order given; a parameter larger than a bucket has one of its own.
+
+    The first bucket is smaller than `bucket_bytes`, and the last ones take no more than half of what is left: nothing
+    else goes on while the first is packed and the last is loaded.
     """
+    padded = [-(-fact.size // ALIGNMENT) * ALIGNMENT for fact in facts]
     places: list[Place] = []
     sizes: list[int] = []
-    for fact in facts:
-        padded = -(-fact.size // ALIGNMENT) * ALIGNMENT
-        if not sizes or sizes[-1] + padded > bucket_bytes:
+    least, left, limit = bucket_bytes // SMALLEST, sum(padded), 0
+    for fact, size in zip(facts, padded, strict=True):
+        if not sizes or sizes[-1] + size > limit:
+            limit = least if not sizes else min(bucket_bytes, max(left // 2, least))
             sizes.append(0)
         places.append(Place(fact, len(sizes) - 1, sizes[-1]))
-        sizes[-1] += padded
-    return Plan(tuple(places), tuple(-(-size // ROW_BYTES) * ROW_BYTES for size in sizes))
+        sizes[-1] += size
+        left -= size
+    return Plan(tuple(places), tuple(sizes))
 
 
 def distinct(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from npu_vlrl.sync.plan import ROW_BYTES
 from npu_vlrl.sync.world import World
 
 T = TypeVar("T")
+
+WORDS = 8190
+"""int64 words in a row of the checksum: no power of two is a multiple of it, and rows are a multiple of 16 bytes."""
 
 POLL_S = 0.02
 GRACE_S = 1.0
@@ -38,15 +40,14 @@ def guarded(collective: Callable[[], T], world: World, look: Callable[[], None],
 
     def work() -> None:
         try:
-            world.enter_thread()
             result.append(collective())
         except Exception as error:
             failure.append(error)
         finally:
             done.set()
 
+    world.start(work)
     world.abandoned = True  # until all is well
-    threading.Thread(target=work, daemon=True, name="weights").start()
     deadline = time.monotonic() + limit_s
     while not done.wait(POLL_S):
         look()
@@ -63,26 +64,25 @@ def guarded(collective: Callable[[], T], world: World, look: Callable[[], None],
 
 
 class Checksums:
-    """Two numbers for each bucket, computed where it is: they change with every word and with the words' order.
+    """A number for each bucket, computed where it is, which changes with every word and with the words' order.
 
-    The words, int64, make rows of `ROW_BYTES`. One number is the sum of the rows' sums, each times its rank, the other
-    the same of the columns. A moved word changes its row or its column.
+    The words, int64, make rows of `WORDS`, the last of which may be shorter; the number is the sum of their columns,
+    each times its rank. Words that change places are noticed, unless they stay in their column, which no displacement
+    by a power of two does.
     """
 
-    def __init__(self, bucket_sizes: Sequence[int], device: torch.device | None) -> None:
-        """Sizes in bytes, whole rows each."""
-        n, longest = len(bucket_sizes), max(bucket_sizes, default=0) // ROW_BYTES
-        self._rows = torch.zeros(n, longest, dtype=torch.int64, device=device)
-        self._columns = torch.zeros(n, ROW_BYTES // 8, dtype=torch.int64, device=device)
-        self._ranks = torch.arange(1, max(longest, ROW_BYTES // 8) + 1, device=device)
+    def __init__(self, count: int, device: torch.device | None) -> None:
+        self._columns = torch.zeros(count, WORDS, dtype=torch.int64, device=device)
+        self._ranks = torch.arange(1, WORDS + 1, device=device)
 
     def take(self, number: int, bucket: Tensor) -> None:
-        """Reads a bucket, without waiting for it."""
-        words = bucket.view(torch.int64).view(len(bucket) // ROW_BYTES, ROW_BYTES // 8)
-        torch.sum(words, 1, out=self._rows[number, : len(words)])
-        torch.sum(words, 0, out=self._columns[number])
+        """Reads a bucket, uint8 [whole words], without waiting for it."""
+        words = bucket.view(torch.int64)
+        whole = len(words) // WORDS
+        torch.sum(words[: whole * WORDS].view(whole, WORDS), 0, out=self._columns[number])
+        rest = words[whole * WORDS :]
+        self._columns[number, : len(rest)] += rest
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> list[int]:
         """Waits until all buckets have been read."""
-        sums = [(part * self._ranks[: part.shape[1]]).sum(1) for part in (self._rows, self._columns)]
-        return torch.stack(sums, 1).tolist()
+        return (self._columns * self._ranks).sum(1).tolist()

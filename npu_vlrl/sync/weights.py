@@ -5,7 +5,7 @@ sent does the learner say `commit`. Until then an engine holds no version: whoev
 a mixture of two.
 
     learner   weights ->              buckets ->            commit ->
-    engine               <- planned              <- staged
+    engine                                       <- staged
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from npu_vlrl.sync.plan import Fact, Plan, distinct, make_plan
 from npu_vlrl.sync.transfer import Checksums, TransferTimeout, guarded
 from npu_vlrl.sync.world import LEARNER, World
 
-Sums = list[list[int]]
-"""The two numbers of each bucket's checksum."""
+Sums = list[int]
+"""The checksum of each bucket."""
 
 
 class SyncError(RuntimeError):
@@ -88,11 +88,8 @@ class WeightSender:
         if plan.checksum not in self._told:
             update |= {"names": changed, "bucket_bytes": self.bucket_bytes}
         self._tell("weights", update)
-        outgoing = _Outgoing(plan, self._parameters)
-        for channel in self._channels:
-            _expect(channel, "planned", self.world.timeout_s)
         self._told.add(plan.checksum)
-        self._transfer(outgoing)
+        self._transfer(_Buckets(plan, self._parameters))
         self._tell("commit")
         self._committed, self._version = counters, version
         return SyncReport(plan.size, len(changed), len(plan.bucket_sizes), time.monotonic() - began)
@@ -127,7 +124,7 @@ class WeightSender:
         for channel in self._channels:
             channel.send(kind, content)
 
-    def _transfer(self, outgoing: _Outgoing) -> None:
+    def _transfer(self, buckets: _Buckets) -> None:
         """Sends the buckets, and returns when every engine has them. Raises PeerError or SyncError, see `send`."""
         staged: dict[int, Sums] = {}
 
@@ -139,7 +136,7 @@ class WeightSender:
                     staged[channel.peer.rank] = _expect(channel, "staged", self.world.timeout_s).content["sums"]
 
         try:
-            sums = guarded(outgoing.send, self.world, look, self.world.timeout_s)
+            sums = guarded(lambda: _send(buckets), self.world, look, self.world.timeout_s)
         except TransferTimeout:
             late = [channel.peer for channel in self._channels if channel.peer.rank not in staged]
             others = f"; neither did {', '.join(map(str, late[1:]))}" if late[1:] else ""
@@ -170,38 +167,87 @@ class WeightSender:
             )
 
 
-class _Outgoing:
-    """The buckets of one update in the learner; the first are packed at once, while the engines make room."""
+class _Buckets:
+    """Memory for two buckets, one that travels and one that is packed or loaded, and for the checksums of all.
+
+    A parameter that fills a bucket travels from and into its own memory.
+    """
 
     def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
-        self._plan = plan
+        self.plan = plan
+        self.count = len(plan.bucket_sizes)
         self._parameters = parameters
-        self._buffers, self._sums = room(plan, parameters)
-        self._packed = 0
-        for _ in self._buffers:
-            self._pack()
+        self._whole = {bucket: own for bucket in range(self.count) if (own := self._filling(bucket)) is not None}
+        shared = [size for bucket, size in enumerate(plan.bucket_sizes) if bucket not in self._whole]
+        device = parameters[plan.places[0].fact.name].device if plan.places else None
+        self._buffers = [torch.empty(max(shared), dtype=torch.uint8, device=device) for _ in range(2 if shared else 0)]
+        self.sums = Checksums(self.count, device)
+        self._pause = torch.zeros(1, device=device)
 
-    def send(self) -> Sums:
-        """Packing goes on while the bucket before it travels; a bucket travels while its checksum is made."""
-        works: list[dist.Work] = []
-        for bucket in range(len(self._plan.bucket_sizes)):
-            if bucket == self._packed:
-                works[bucket - 2].wait()  # the buffer is free again
-                self._pack()
-            works.append(dist.broadcast(self._buffer(bucket), LEARNER, async_op=True))
-            self._sums.take(bucket, self._buffer(bucket))
-        for work in works[-2:]:
-            work.wait()
-        return self._sums.read()
-
-    def _buffer(self, bucket: int) -> Tensor:
-        return self._buffers[bucket % 2][: self._plan.bucket_sizes[bucket]]
+    def buffer(self, bucket: int) -> Tensor:
+        """uint8 [size of the bucket]"""
+        if bucket in self._whole:
+            return self._whole[bucket]
+        return self._buffers[bucket % 2][: self.plan.bucket_sizes[bucket]]
 
     @torch.no_grad()
-    def _pack(self) -> None:
-        views = self._plan.views(self._packed, self._buffer(self._packed))
-        torch._foreach_copy_(list(views.values()), [self._parameters[name].detach() for name in views])
-        self._packed += 1
+    def pack(self, bucket: int) -> None:
+        if bucket not in self._whole:
+            views, own = self._both(bucket)
+            torch._foreach_copy_(views, own)
+
+    @torch.no_grad()
+    def load(self, bucket: int) -> None:
+        if bucket not in self._whole:
+            views, own = self._both(bucket)
+            torch._foreach_copy_(own, views)
+
+    def step_aside(self) -> None:
+        """Lets the collective begin that waits for the same bucket to arrive.
+
+        Behind a large operation it would wait until the device has room for it; four tiny ones take long enough.
+        """
+        for _ in range(4):
+            self._pause.zero_()
+
+    def _filling(self, bucket: int) -> Tensor | None:
+        """The memory of the parameter that fills a bucket, if one does."""
+        place, *others = self.plan.buckets[bucket]
+        own = self._parameters[place.fact.name].detach()
+        fits = own.dtype == place.fact.torch_dtype and own.nbytes == self.plan.bucket_sizes[bucket]
+        return own.view(-1).view(torch.uint8) if fits and not others and own.is_contiguous() else None
+
+    def _both(self, bucket: int) -> tuple[list[Tensor], list[Tensor]]:
+        views = self.plan.views(bucket, self.buffer(bucket))
+        return list(views.values()), [self._parameters[name].detach() for name in views]
+
+
+def _send(buckets: _Buckets) -> Sums:
+    """Packing goes on while the bucket before it travels; a bucket travels while its checksum is made."""
+    works: list[dist.Work] = []
+    for bucket in range(buckets.count):
+        if bucket >= 2:
+            works[bucket - 2].wait()  # the buffer is free again
+            buckets.step_aside()
+        buckets.pack(bucket)
+        works.append(dist.broadcast(buckets.buffer(bucket), LEARNER, async_op=True))
+        buckets.sums.take(bucket, buckets.buffer(bucket))
+    for work in works[-2:]:
+        work.wait()
+    return buckets.sums.read()
+
+
+def _receive(buckets: _Buckets) -> Sums:
+    """Loads a bucket while the next one travels."""
+    works: list[dist.Work] = []
+    for bucket in range(buckets.count):
+        for ahead in range(len(works), min(bucket + 2, buckets.count)):
+            works.append(dist.broadcast(buckets.buffer(ahead), LEARNER, async_op=True))
+        works[bucket].wait()
+        buckets.step_aside()
+        buckets.sums.take(bucket, buckets.buffer(bucket))
+        buckets.load(bucket)
+    return buckets.sums.read()
 
 
 class WeightReceiver:
@@ -225,11 +271,9 @@ class WeightReceiver:
         Raises SyncError when the two sides plan differently or the transfer fails, and PeerError when the learner is
         gone or gives up. `version` is None from the first bucket to the word of the learner that all have arrived.
         """
-        plan = self._plan(message.content)
-        arrival = _Arrival(plan, self._parameters)
-        self._channel.send("planned")
+        buckets = _Buckets(self._plan(message.content), self._parameters)
         self.version = None
-        self._channel.send("staged", {"sums": self._take(arrival)})
+        self._channel.send("staged", {"sums": self._take(buckets)})
         if _expect(self._channel, ("commit", "drop"), self._patience_s).kind == "commit":
             self.version = int(message.content["version"])
         return self.version
@@ -245,14 +289,14 @@ class WeightReceiver:
             self._plans[checksum] = plan
         return self._plans[checksum]
 
-    def _take(self, arrival: _Arrival) -> Sums:
+    def _take(self, buckets: _Buckets) -> Sums:
         def look() -> None:
             if self._channel.waiting():
                 self._channel.check_alive()
                 raise PeerError(self._channel.peer, "gave up in the middle of an update of the weights")
 
         try:
-            return guarded(arrival.collect, self.world, look, self._patience_s)
+            return guarded(lambda: _receive(buckets), self.world, look, self._patience_s)
         except TransferTimeout:
             what = f"did not finish a transfer of weights within {self._patience_s:g} s"
             raise PeerError(self._channel.peer, what) from None
@@ -260,43 +304,6 @@ class WeightReceiver:
             if isinstance(error, PeerError):
                 raise
             raise SyncError(f"the transfer of weights failed: {error}") from error
-
-
-class _Arrival:
-    """The buckets of one update in an engine."""
-
-    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
-        """Takes the memory before the learner begins: a lack of it is told, and nobody waits in a collective."""
-        self._plan = plan
-        self._parameters = parameters
-        self._buffers, self._sums = room(plan, parameters)
-
-    def collect(self) -> Sums:
-        """Takes and loads all buckets; returns their checksums."""
-        works: list[dist.Work] = []
-        count = len(self._plan.bucket_sizes)
-        for bucket in range(count):
-            for ahead in range(len(works), min(bucket + 2, count)):
-                works.append(dist.broadcast(self._buffer(ahead), LEARNER, async_op=True))
-            works[bucket].wait()
-            self._sums.take(bucket, self._buffer(bucket))
-            self._load(bucket)
-        return self._sums.read()
-
-    def _buffer(self, bucket: int) -> Tensor:
-        return self._buffers[bucket % 2][: self._plan.bucket_sizes[bucket]]
-
-    @torch.no_grad()
-    def _load(self, bucket: int) -> None:
-        views = self._plan.views(bucket, self._buffer(bucket))
-        torch._foreach_copy_([self._parameters[name] for name in views], list(views.values()))
-
-
-def room(plan: Plan, parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], Checksums]:
-    """Memory for two buckets, one that travels and one that is packed or loaded, and for the checksums of all."""
-    device = parameters[plan.places[0].fact.name].device if plan.places else None
-    buffers = [torch.empty(max(plan.bucket_sizes), dtype=torch.uint8, device=device) for _ in plan.bucket_sizes[:2]]
-    return buffers, Checksums(plan.bucket_sizes, device)
 
 
 @cache

@@ -7,8 +7,10 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -65,6 +67,7 @@ class World:
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
         self._channels = channels
+        self._works: SimpleQueue[Callable[[], None]] | None = None
         self.abandoned = False
         """A collective was given up, and may wait in its thread for ever."""
 
@@ -81,9 +84,20 @@ class World:
         assert group is not None  # this process is in it
         return group
 
-    def enter_thread(self) -> None:
-        """A new thread begins with device 0; this gives it the process's own."""
-        self._platform.set_device(local_rank())
+    def start(self, work: Callable[[], None]) -> None:
+        """Runs it in a second thread, which has the process's device; nothing waits for that at the end.
+
+        One work comes after the other, unless one was abandoned: the next then gets a thread of its own.
+        """
+        if self._works is None or self.abandoned:
+            self._works = SimpleQueue()
+            Thread(target=self._work, args=(self._works,), daemon=True, name="collectives").start()
+        self._works.put(work)
+
+    def _work(self, works: SimpleQueue[Callable[[], None]]) -> None:
+        self._platform.set_device(local_rank())  # a new thread begins with device 0
+        while True:
+            works.get()()
 
     def close(self) -> None:
         """Ends the connections, and the process group unless a collective hangs in it."""

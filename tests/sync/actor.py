@@ -287,7 +287,7 @@ def engine_without_memory(folder: Path, world: World) -> Seen:
         raise torch.OutOfMemoryError("no memory for 42 bytes")
 
     if world.rank == world.size - 1:
-        weights._Arrival = full  # type: ignore[assignment, misc]
+        weights._Buckets = full  # type: ignore[assignment, misc]
     return _one_update(world)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from npu_vlrl.sync import transfer
 from npu_vlrl.sync.transfer import TransferTimeout, guarded
 from npu_vlrl.sync.weights import count_optimizer_steps
+from npu_vlrl.sync.world import World
 
 
 class Process:
@@ -19,8 +21,9 @@ class Process:
 
     abandoned = False
 
-    def enter_thread(self) -> None:
-        self.entered = threading.current_thread()
+    def start(self, work: Callable[[], None]) -> None:
+        self.thread = threading.Thread(target=work, daemon=True)
+        self.thread.start()
 
 
 @pytest.fixture
@@ -32,13 +35,30 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
 def nothing() -> None: ...
 
 
-def test_the_result_comes_back_from_a_thread_that_was_prepared(world: Any) -> None:
+def test_the_result_comes_back_from_the_second_thread(world: Any) -> None:
     def work() -> str:
-        assert threading.current_thread() is world.entered and world.abandoned
+        assert threading.current_thread() is world.thread
         return "done"
 
     assert guarded(work, world, nothing, 5.0) == "done"
-    assert world.entered is not threading.current_thread() and not world.abandoned
+    assert not world.abandoned
+
+
+def test_the_second_thread_is_prepared_once_and_replaced_when_it_was_abandoned() -> None:
+    prepared: list[int] = []
+
+    class Machine:
+        def set_device(self, index: int) -> None:
+            prepared.append(threading.get_ident())
+
+    world = World(Machine(), 0, (), {}, 1.0, 1.0)  # type: ignore[arg-type]
+    release = threading.Event()
+    first, second = (guarded(threading.get_ident, world, nothing, 5.0) for _ in range(2))
+    with pytest.raises(TransferTimeout):
+        guarded(release.wait, world, nothing, 0.1)
+    third = guarded(threading.get_ident, world, nothing, 5.0)
+    assert first == second and prepared == [first, third] and third not in (first, threading.get_ident())
+    release.set()
 
 
 def test_a_collective_that_hangs_is_given_up_for_what_look_says(world: Any) -> None:
