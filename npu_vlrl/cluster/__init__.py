@@ -1,7 +1,8 @@
 """Ray places the processes of a run: one configuration for a laptop, one machine and several machines.
 
 `driver.py` is the process that the user starts, `placement.py` gets it a cluster and room there, and `placed.py` is
-what runs on the machines. Each process of the run is `python -m npu_vlrl` with torchrun's variables, as torchrun starts it.
+what runs on the machines. Each process of the run is `python -m npu_vlrl` with torchrun's variables, as torchrun starts
+it.
 """
 
 from __future__ import annotations

@@ -110,6 +110,12 @@ class Processes:
         for place, problem in zip(self._places, self._ray.get(started), strict=True):
             if problem is not None:
                 raise ConfigError(f"ray.processes: {place} cannot start a process: {problem}")
+        for node in local_sizes:
+            there = [(rank, place) for rank, place in enumerate(self._places) if place.node == node]
+            devices = ", ".join(place.devices for _, place in there if place.devices)
+            ranks = ", ".join(str(rank) for rank, _ in there)
+            on = f" on {platform.ray_resource} {devices}" if devices else ""
+            _say(f"{there[0][1]} has rank {ranks}{on}")
 
     def _check_shared(self, run_dir: Path) -> None:
         """One machine writes the checkpoint, and after a restart maybe another goes on from it."""
@@ -157,7 +163,8 @@ class Processes:
         self._show(rank, said, code is not None)
         if code is None:
             return False
-        if code not in (DONE, BAD_INPUT) and self._ending_since is None:  # who ends later ends because of it
+        expected = self.told_to_end or self._ending_since is not None  # who ends later ends because of the first
+        if code not in (DONE, BAD_INPUT) and not expected:
             _say(f"{_name(rank)} on {self._places[rank]} {end}")
         self._codes[rank] = code
         if self._ending_since is None and (code != DONE or rank == LEARNER):

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ BUILT_IN = {"CPU": "num_cpus", "GPU": "num_gpus"}
 
 LOOK_AGAIN_S = 5.0
 """While others hold what is needed, or a machine that was lost is not yet known to be."""
+
+REACH_S = 10.0
 
 LOCAL_OBJECTS = 2**27
 """Bytes of the object store of a cluster of our own: only words go through it."""
@@ -72,8 +75,11 @@ def connected(config: Config, platform: Platform) -> Iterator[Any]:
         ) from error
     own = _own_cluster(config, platform) if local else {}
     try:
+        if config.ray.address not in ("local", "auto"):  # Ray would try for minutes
+            host, _, port = config.ray.address.rpartition(":")
+            socket.create_connection((host, int(port)), REACH_S).close()
         ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR, **own)
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ConfigError(
             f"ray.address={config.ray.address}: {_first_line(error)}; start a cluster with `ray start --head` and join "
             "it from the other machines, or set ray.address=local"
