@@ -14,7 +14,7 @@ from npu_vlrl.config import load_config
 from npu_vlrl.train import train
 from tests.integration.test_engine_process import KILLER, WORDS, close, ranks, recorded, wait_for
 from tests.support.ray_nodes import Driver, two_nodes
-from tests.support.runs import lines, same_weights, write_config
+from tests.support.runs import REWARD, lines, same_weights, write_config
 
 TWO = [*WORDS, "ray.processes=2"]
 
@@ -35,10 +35,10 @@ def cluster(tmp_path: Path) -> Iterator[str]:
         yield address
 
 
-def drive(folder: Path, *words: str) -> Driver:
-    run = folder / "run"
-    arguments = ["train", "--config", write_config(folder), "--run-dir", run, *TWO, *words]
-    return Driver(arguments, folder, {"TEST_RUN": str(run)})
+def drive(folder: Path, *words: str, command: str = "train", reward: str = REWARD) -> Driver:
+    config, run = write_config(folder), folder / "run"
+    (folder / "reward.py").write_text(reward)
+    return Driver([command, "--config", config, "--run-dir", run, *TWO, *words], folder, {"TEST_RUN": str(run)})
 
 
 def test_learner_and_engine_on_two_machines_repeat_the_run_of_one_process(
@@ -58,9 +58,8 @@ def test_learner_and_engine_on_two_machines_repeat_the_run_of_one_process(
 
 
 def test_a_killed_engine_is_started_again_and_the_run_ends_as_an_unbroken_one(alone: Path, tmp_path: Path) -> None:
-    write_config(tmp_path)
     killer = KILLER.format(run=str(tmp_path / "run")).replace("RANK=2", "RANK=1")
-    driver = drive_with(tmp_path, killer, "ray.restarts=1")
+    driver = drive(tmp_path, "ray.restarts=1", reward=killer)
     assert driver.wait(100) == 0, driver.said()
     assert (tmp_path / "run.killed").exists()
     said = driver.err.read_text()
@@ -72,13 +71,6 @@ def test_a_killed_engine_is_started_again_and_the_run_ends_as_an_unbroken_one(al
     assert close(recorded(tmp_path / "run"), recorded(alone), 1e-5)
     assert same_weights(tmp_path / "run", alone)
     assert not close(recorded(tmp_path / "run"), [{**line, "pg_loss": 0.0} for line in recorded(alone)], 1e-5)
-
-
-def drive_with(folder: Path, reward: str, *words: str) -> Driver:
-    """`reward` is the text of the file of the rewards."""
-    config, run = write_config(folder), folder / "run"
-    (folder / "reward.py").write_text(reward)
-    return Driver(["train", "--config", config, "--run-dir", run, *TWO, *words], folder, {"TEST_RUN": str(run)})
 
 
 def test_ctrl_c_reaches_the_learner_and_ends_all(tmp_path: Path) -> None:
@@ -103,3 +95,10 @@ def test_bad_input_is_said_once_and_not_tried_again(tmp_path: Path) -> None:
     said = driver.err.read_text()
     assert said.count("npu-vlrl: model.path: /no/model is not a Hugging Face model folder") == 1
     assert "starting all again" not in said and said.count(" has rank 0, 1\n") == 1
+
+
+def test_evaluation_plays_where_ray_puts_it(tmp_path: Path) -> None:
+    driver = drive(tmp_path, "ray.processes=1", command="eval")
+    assert driver.wait(60) == 0, driver.said()
+    assert [line["eval/all/tasks"] for line in recorded(tmp_path / "run")] == [2]
+    assert not (tmp_path / "run" / "checkpoints").exists()
