@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 import os
 import secrets
@@ -60,19 +60,18 @@ def connected(config: Config, platform: Platform) -> Iterator[Any]:
 
     Raises ConfigError when Ray is not installed or there is no such cluster.
     """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            f"ray.processes={config.ray.processes} needs Ray, which is not installed; install it with "
+            "`pip install -r requirements-ray.txt`, or set ray.processes=0"
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = config.ray.address == "local"
     if local:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # its way to say: listen on 127.0.0.1 only
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError as error:
-        raise ConfigError(
-            f"ray.processes={config.ray.processes} needs Ray ({error}); install it with "
-            "`pip install -r requirements-ray.txt`, or set ray.processes=0"
-        ) from error
+    ray = importlib.import_module("ray")
     own = _own_cluster(config, platform) if local else {}
     try:
         if config.ray.address not in ("local", "auto"):  # Ray would try for minutes

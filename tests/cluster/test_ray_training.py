@@ -90,15 +90,15 @@ def test_ctrl_c_reaches_the_learner_and_ends_all(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_said_once_and_not_tried_again(tmp_path: Path) -> None:
-    driver = drive(tmp_path, "model.path=/no/model", "ray.restarts=3")
-    assert driver.wait(60) == 2, driver.said()
+    driver = drive(tmp_path, "model.path=/no/model", "ray.restarts=3", "ray.processes=1")
+    assert driver.wait(100) == 2, driver.said()
     said = driver.err.read_text()
     assert said.count("npu-vlrl: model.path: /no/model is not a Hugging Face model folder") == 1
-    assert "starting all again" not in said and said.count(" has rank 0, 1\n") == 1
+    assert "starting all again" not in said and said.count(" has rank 0\n") == 1
 
 
 def test_evaluation_plays_where_ray_puts_it(tmp_path: Path) -> None:
     driver = drive(tmp_path, "ray.processes=1", command="eval")
-    assert driver.wait(60) == 0, driver.said()
+    assert driver.wait(100) == 0, driver.said()
     assert [line["eval/all/tasks"] for line in recorded(tmp_path / "run")] == [2]
     assert not (tmp_path / "run" / "checkpoints").exists()
