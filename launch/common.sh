@@ -144,9 +144,10 @@ train() {
 }
 
 # PROCESSES ARGUMENT...: one process is learner and engine in one; of more, on one machine or on several, the first is
-# the learner and each other one an engine on a device of its own. With train.learners=all each is both.
+# the learner and each other one an engine on a device of its own. With train.learners=all each is both. With
+# ray.processes=N the one that is started here has Ray start N.
 start() {
-    local processes=$1 nodes=${NNODES:-1} rendezvous=(--standalone)
+    local processes=$1 nodes=${NNODES:-1} rendezvous=(--standalone) resolved
     shift
     count NPU_VLRL_PROCESSES "$processes" 1
     count NNODES "$nodes" 1
@@ -161,7 +162,11 @@ number from 0 to $((nodes - 1)); start the script on every machine"
         rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK"
             --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
     fi
-    "$python" -m npu_vlrl config "$@" >/dev/null || exit # bad input ends here: torchrun would hide message and code
+    resolved=$("$python" -m npu_vlrl config "$@") || exit # bad input ends here: torchrun would hide message and code
+    if [[ $resolved =~ $'\nray:\n  processes: '[1-9] ]]; then # Ray starts the processes, from this one
+        ((nodes == 1)) || fail "NNODES=$nodes and ray.processes exclude each other: Ray knows the machines"
+        exec "$python" -m npu_vlrl train "$@"
+    fi
     : "${OMP_NUM_THREADS:=1}" # what torchrun chooses too, with a warning
     export OMP_NUM_THREADS
     exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m npu_vlrl train "$@"

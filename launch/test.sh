@@ -60,6 +60,7 @@ case "${1:-}" in
 esac
 
 prepare_tests .venv requirements-cpu.txt
+add .venv requirements-ray.txt
 export NPU_VLRL_PLATFORM=cpu
 run() { .venv/bin/python -m "$@"; }
 

@@ -1,16 +1,18 @@
 """`npu-vlrl train | eval | play | config | doctor | data …`: words to one function call, errors to exit codes.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input or missing hardware (one message that says what to change).
+Exit codes: 0 done, 1 the run failed, 2 bad input or missing hardware (one message that says what to change), 130 Ctrl-C
+under Ray.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from npu_vlrl import __version__
+from npu_vlrl.cluster import drives
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
@@ -107,16 +109,27 @@ def _load(options: argparse.Namespace) -> Config:
     return load_config(options.config, [*directory, *options.overrides])
 
 
-def _train(options: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace) -> int:
     from npu_vlrl.train import train
 
-    train(_load(options))
+    return _placed(options, "train", train)
 
 
-def _eval(options: argparse.Namespace) -> None:
+def _eval(options: argparse.Namespace) -> int:
     from npu_vlrl.run import evaluate_only
 
-    evaluate_only(_load(options))
+    return _placed(options, "eval", evaluate_only)
+
+
+def _placed(options: argparse.Namespace, command: str, run: Callable[[Config], object]) -> int:
+    """In processes that Ray places, or here."""
+    from npu_vlrl.cluster.driver import drive
+
+    config = _load(options)
+    if drives(config):
+        return drive(config, command)
+    run(config)
+    return DONE
 
 
 def _play(options: argparse.Namespace) -> None:

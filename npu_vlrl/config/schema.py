@@ -195,6 +195,19 @@ class SyncConfig(Section):
     once."""
 
 
+class RayConfig(Section):
+    """Ray starts the processes, on this machine or on several."""
+
+    processes: CountOrOff = 0
+    """Processes of the run, each on a device of its own; 0 leaves Ray out: this process, or those of torchrun."""
+    address: Annotated[str, Field(pattern=r"^(local|auto|[^/\s]+:\d+)$")] = "local"
+    """`local` starts a cluster of this machine; `auto` or HOST:PORT joins one that runs."""
+    cpus: Count = 1
+    """Cores that Ray keeps for each process, and its threads where OMP_NUM_THREADS is not set."""
+    restarts: CountOrOff = 0
+    """Times that all processes are started again from the last checkpoint after one has failed."""
+
+
 class Config(Section):
     model: ModelConfig
     data: DataConfig
@@ -210,6 +223,7 @@ class Config(Section):
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvalConfig = EvalConfig()
     sync: SyncConfig = SyncConfig()
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

@@ -24,7 +24,7 @@ class RunFolder:
     """Looks at `run.dir` and writes nothing before `begin`.
 
     Raises ConfigError when it exists and `run.if_exists` is `raise`, or when a resumed run was configured differently
-    (more steps and other `run.*` and `sync.*` settings are allowed).
+    (more steps and other `run.*`, `sync.*` and `ray.*` settings are allowed).
     """
 
     def __init__(self, config: Config) -> None:
@@ -90,7 +90,7 @@ class RunFolder:
                 f"run.dir: {self.path} holds a run; continue it with run.if_exists=resume or choose another run.dir"
             )
         before, now = (
-            c.model_dump(exclude={"run": True, "sync": True, "train": {"steps"}})
+            c.model_dump(exclude={"run": True, "sync": True, "ray": True, "train": {"steps"}})
             for c in (load_config(self.path / "config.yaml"), config)
         )
         changed = [f"{s}.{k}" for s in now for k in (now[s] or {}) if now[s][k] != (before[s] or {}).get(k)]

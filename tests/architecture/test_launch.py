@@ -133,6 +133,7 @@ def test_chosen_tests_run_without_the_checks(checkout: Checkout) -> None:
     assert asked[3:] == [
         "-m pip install -qq --disable-pip-version-check -r requirements-dev.txt",
         "-m pip install -qq --disable-pip-version-check -r requirements-test-data.txt --no-deps",
+        "-m pip install -qq --disable-pip-version-check -r requirements-ray.txt",
         "-m pytest tests/data -q",
     ]
     _, asked, *_ = checkout.run("test.sh")

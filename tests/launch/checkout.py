@@ -37,7 +37,7 @@ case "$1 $2" in
     echo 'export A_SETTING=${A_SETTING-recommended}  # the reason' ;;
 "-m npu_vlrl")
     [[ $3 != data ]] || { mkdir -p "$6"; touch "$6/test.parquet"; }
-    [[ $3 != config ]] || exit "${CONFIG_CODE:-0}"
+    [[ $3 != config ]] || { printf "${RESOLVED:-}"; exit "${CONFIG_CODE:-0}"; }
     [[ $3 != train ]] || { env >"$RECORD.environment"; exit 7; } ;;
 "-m torch.distributed.run") env >"$RECORD.environment"; exit 7 ;;
 esac

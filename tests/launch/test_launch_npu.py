@@ -140,6 +140,18 @@ def test_bad_input_keeps_its_exit_code_under_torchrun(host: Checkout) -> None:
     assert ran.code == 2 and ran.asked[-1].startswith("-m npu_vlrl config")
 
 
+def test_ray_starts_the_processes_from_one(host: Checkout) -> None:
+    """However many devices there are; the configuration says so, in its file or on the command line."""
+    resolved = "sync:\n  timeout_s: 1\nray:\n  processes: %s\n  address: local\n"
+    words = "--config configs/photo_tiny.yaml --run-dir x"
+    ran = host.run("train_npu.sh", "--run-dir", "x", RESOLVED=resolved.replace("%s", "4"))
+    assert (ran.code, ran.asked[-2:]) == (7, [f"-m npu_vlrl config {words}", f"-m npu_vlrl train {words}"])
+    assert host.run("train_npu.sh", RESOLVED=resolved.replace("%s", "0")).asked[-1].startswith(TORCHRUN)
+    machines = {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "0"}
+    ran = host.run("train_npu.sh", RESOLVED=resolved.replace("%s", "4"), **machines)
+    assert ran.code == 2 and "NNODES=2 and ray.processes exclude each other" in ran.said
+
+
 @pytest.mark.parametrize(("script", "platform"), [("train_cpu.sh", "cpu"), ("train_gpu.sh", "cuda")])
 def test_processes_are_asked_for_elsewhere(checkout: Checkout, script: str, platform: str) -> None:
     checkout.program("nvidia-smi", "#!/bin/sh\necho 'GPU 0: one of them'\n")

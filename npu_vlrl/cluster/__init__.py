@@ -1,0 +1,28 @@
+"""Ray places the processes of a run: one configuration for a laptop, one machine and several machines.
+
+`driver.py` is the process that the user starts, `placement.py` gets it a cluster and room there, and `placed.py` is
+what runs on the machines. Each process of the run is `python -m npu_vlrl` with torchrun's variables, as torchrun starts
+it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from npu_vlrl.config import Config, ConfigError
+
+__all__ = ["drives"]
+
+
+def drives(config: Config) -> bool:
+    """Whether this process is to have others placed, and is none of the run's own.
+
+    Raises ConfigError under torchrun with another number of processes.
+    """
+    wanted, started = config.ray.processes, os.environ.get("WORLD_SIZE")
+    if wanted and started not in (None, str(wanted)):
+        raise ConfigError(
+            f"ray.processes={wanted}, but this is one of WORLD_SIZE={started} processes that torchrun started; start "
+            "one process without torchrun, or set ray.processes=0"
+        )
+    return wanted > 0 and started is None

@@ -1,0 +1,130 @@
+"""What Ray runs on a machine for each process of a run: it starts the process as its child, hears it and ends it.
+
+A child keeps crashes, signals and memory apart from Ray's worker, and its exit code is known. Only the standard library
+is imported, so that the worker stays small, and only strings and numbers come and go.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+CHUNK = 2**16
+WAITING_CHUNKS = 256
+"""What the driver has not fetched yet; then the child waits when it says more."""
+LAST_WORDS_S = 2.0
+"""After a child's end; its own children may hold its output open for longer."""
+
+Said = tuple[int, bytes]
+"""1 for standard output, 2 for standard error."""
+
+
+class Placed:
+    """Ray calls `listen` in one thread and the rest in another."""
+
+    def __init__(self) -> None:
+        self._said: queue.Queue[Said | int] = queue.Queue(WAITING_CHUNKS)
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def variable(self, name: str) -> str:
+        """Of Ray's worker: which devices it was given."""
+        return os.environ.get(name, "")
+
+    def free_port(self) -> int:
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            port: int = listener.getsockname()[1]
+            return port
+
+    def write_mark(self, mark: str) -> str | None:
+        """Makes a file that the other machines should see. Returns why it cannot."""
+        try:
+            Path(mark).parent.mkdir(parents=True, exist_ok=True)
+            Path(mark).touch()
+        except OSError as error:
+            return str(error)
+        return None
+
+    def sees(self, path: str) -> bool:
+        return Path(path).exists()
+
+    def remove_mark(self, mark: str) -> None:
+        Path(mark).unlink(missing_ok=True)
+
+    def start(self, command: str, config: str, folder: str, variables: Mapping[str, str]) -> str | None:
+        """Starts `npu_vlrl COMMAND` in `folder` with `config` (YAML) and, besides this worker's, `variables`.
+
+        Returns why it cannot.
+        """
+        if not Path(folder).is_dir():
+            return f"{folder}, where the run was started, is not there; all machines need the same folders"
+        scratch = Path(tempfile.mkdtemp(prefix="npu-vlrl-"))
+        (scratch / "config.yaml").write_text(config, encoding="utf-8")
+        # Ray's workers hold SIGINT back, and a child inherits that from the thread that starts it
+        held = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "npu_vlrl", command, "--config", str(scratch / "config.yaml")],
+                cwd=folder,
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C comes from the driver alone, wherever this machine is
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        self._child = child
+        assert child.stdout is not None and child.stderr is not None
+        readers = [
+            threading.Thread(target=self._read, args=(number, pipe), daemon=True)
+            for number, pipe in ((1, child.stdout), (2, child.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        threading.Thread(target=self._wait, args=(child, readers, scratch), daemon=True).start()
+        return None
+
+    def listen(self) -> tuple[list[Said], int | None]:
+        """Waits until the child says something or ends; what it has said, and its exit code (-n: by signal n)."""
+        said: list[Said] = []
+        while True:
+            one = self._said.get()
+            if isinstance(one, int):
+                return said, one
+            said.append(one)
+            if self._said.empty():
+                return said, None
+
+    def send(self, number: int) -> None:
+        """A signal to the child while it lives; SIGKILL to its own children, too."""
+        if self._child is None:
+            return
+        try:
+            if number == signal.SIGKILL:
+                os.killpg(self._child.pid, number)
+            else:
+                self._child.send_signal(number)
+        except ProcessLookupError:
+            pass
+
+    def _read(self, number: int, pipe: IO[bytes]) -> None:
+        while chunk := os.read(pipe.fileno(), CHUNK):
+            self._said.put((number, chunk))
+
+    def _wait(self, child: subprocess.Popen[bytes], readers: list[threading.Thread], scratch: Path) -> None:
+        code = child.wait()
+        for reader in readers:
+            reader.join(LAST_WORDS_S)
+        shutil.rmtree(scratch, ignore_errors=True)
+        self._said.put(code)

@@ -1,0 +1,197 @@
+"""A Ray cluster to run on, and room there for the processes of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from npu_vlrl.cluster.placed import Placed
+from npu_vlrl.config import Config, ConfigError
+from npu_vlrl.hardware import Platform
+
+Bundle = dict[str, float]
+"""What one process needs, in Ray's names. Example: `{"CPU": 1, "NPU": 1}`"""
+
+BUILT_IN = {"CPU": "num_cpus", "GPU": "num_gpus"}
+"""Resources that Ray has words of its own for."""
+
+LOOK_AGAIN_S = 5.0
+"""While others hold what is needed, or a machine that was lost is not yet known to be."""
+
+REACH_S = 10.0
+
+LOCAL_OBJECTS = 2**27
+"""Bytes of the object store of a cluster of our own: only words go through it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs. Example: `Place(actor, "3f0c…", "10.0.0.2", "node2", "4")`"""
+
+    actor: Any
+    """A handle of `placed.Placed`."""
+    node: str
+    address: str
+    host: str
+    devices: str
+    """What its visible-devices variable says; empty where the platform has none."""
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address})"
+
+
+def bundles(config: Config, platform: Platform) -> list[Bundle]:
+    """What each process needs, by rank."""
+    devices = {} if platform.visible_devices_variable is None else {platform.ray_resource: 1.0}
+    return [{"CPU": float(config.ray.cpus), **devices} for _ in range(config.ray.processes)]
+
+
+@contextmanager
+def connected(config: Config, platform: Platform) -> Iterator[Any]:
+    """Within it, the module `ray` is connected to the cluster of `ray.address`.
+
+    Raises ConfigError when Ray is not installed or there is no such cluster.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            f"ray.processes={config.ray.processes} needs Ray, which is not installed; install it with "
+            "`pip install -r requirements-ray.txt`, or set ray.processes=0"
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    local = config.ray.address == "local"
+    if local:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # its way to say: listen on 127.0.0.1 only
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray = importlib.import_module("ray")
+    own = _own_cluster(config, platform) if local else {}
+    try:
+        if config.ray.address not in ("local", "auto"):  # Ray would try for minutes
+            host, _, port = config.ray.address.rpartition(":")
+            socket.create_connection((host, int(port)), REACH_S).close()
+        ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR, **own)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise ConfigError(
+            f"ray.address={config.ray.address}: {_first_line(error)}; start a cluster with `ray start --head` and join "
+            "it from the other machines, or set ray.address=local"
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _own_cluster(config: Config, platform: Platform) -> dict[str, Any]:
+    """It has the devices that are visible here, which Ray does not always find, and as many cores as are asked for."""
+    found: Bundle = {"CPU": config.ray.cpus * config.ray.processes}
+    if platform.visible_devices_variable is not None:
+        found[platform.ray_resource] = platform.device_count()
+    return {**_options(found), "include_dashboard": False, "object_store_memory": LOCAL_OBJECTS}
+
+
+def _options(needs: Bundle) -> dict[str, Any]:
+    """As arguments of Ray's functions."""
+    return {
+        **{BUILT_IN[name]: amount for name, amount in needs.items() if name in BUILT_IN},
+        "resources": {name: amount for name, amount in needs.items() if name not in BUILT_IN},
+    }
+
+
+@contextmanager
+def reserved(ray: Any, needs: Sequence[Bundle], platform: Platform) -> Iterator[list[Place]]:
+    """A place for each bundle, on as few machines as can be; they are given back at the end.
+
+    Ranks with equal needs that share a machine are neighbours, in the order of their devices.
+
+    Raises ConfigError when the cluster has no room even if nobody else uses it; otherwise it waits.
+    """
+    group = ray.util.placement_group(list(needs), strategy="PACK")
+    actors: list[Any] = []
+    try:
+        told = False
+        while True:
+            _check_room(ray, needs)
+            if group.wait(LOOK_AGAIN_S):
+                break
+            if not told:
+                print("npu-vlrl: waiting for room in the Ray cluster; others use it", file=sys.stderr, flush=True)
+                told = True
+        for index, bundle in enumerate(needs):
+            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
+            options = {**_options(bundle), "scheduling_strategy": strategy, "max_concurrency": 2}
+            actors.append(ray.remote(Placed).options(**options).remote())
+        places = _places(ray, group, actors, platform)
+        yield [places[index] for index in _order(needs, places)]
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        ray.util.remove_placement_group(group)
+
+
+def _places(ray: Any, group: Any, actors: Sequence[Any], platform: Platform) -> list[Place]:
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    where = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    variable = platform.visible_devices_variable
+    devices = ray.get([actor.variable.remote(variable or "") for actor in actors])
+    return [
+        Place(
+            actor,
+            where[index],
+            nodes[where[index]]["NodeManagerAddress"],
+            nodes[where[index]]["NodeManagerHostname"],
+            devices[index] if variable else "",
+        )
+        for index, actor in enumerate(actors)
+    ]
+
+
+def _order(needs: Sequence[Bundle], places: Sequence[Place]) -> list[int]:
+    """Bundles by rank. The first stays on its machine."""
+
+    def key(index: int) -> tuple[bool, bool, str, list[int], int]:
+        place = places[index]
+        devices = [int(number) for number in place.devices.split(",") if number.isdecimal()]
+        return needs[index] != needs[0], place.node != places[0].node, place.node, devices, index
+
+    return sorted(range(len(places)), key=key)
+
+
+def _check_room(ray: Any, needs: Sequence[Bundle]) -> None:
+    """Counts what machines have, whoever uses it at the moment."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    left = [dict(node["Resources"]) for node in alive]
+    fitted = 0
+    for bundle in needs:
+        for resources in left:
+            if all(resources.get(name, 0) >= amount for name, amount in bundle.items()):
+                for name, amount in bundle.items():
+                    resources[name] -= amount
+                fitted += 1
+                break
+    if fitted == len(needs):
+        return
+    machines = "; ".join(
+        f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}) has {_amounts(node['Resources'], needs[0])}"
+        for node in alive
+    )
+    raise ConfigError(
+        f"ray.processes={len(needs)}: each needs {_amounts(needs[0], needs[0])}, and the Ray cluster has room for "
+        f"{fitted}: {machines}. Ask for fewer, or let machines join; what Ray does not find by itself is told to it: "
+        f"ray start --resources='{{\"{list(needs[0])[-1]}\": N}}'"
+    )
+
+
+def _amounts(resources: Bundle, wanted: Bundle) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in wanted)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
