@@ -49,6 +49,8 @@ class MicroBatch:
     returns_N: Tensor
     critic_N: Tensor
     """See `Credit`; zeros where nothing was estimated."""
+    images_elsewhere: bool = False
+    """Whether the micro-batch that another rank computes at the same time has images, and this one has none."""
 
 
 def plan_ranks(
