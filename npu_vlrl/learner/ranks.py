@@ -49,6 +49,14 @@ class Ranks:
             dist.all_reduce(values, group=self.group)
         return values
 
+    def meet(self) -> None:
+        """Returns when all ranks are here."""
+        self.sum(torch.zeros(1))
+
+    def first_says(self, yes: bool) -> bool:
+        """What the first rank knows, on all of them."""
+        return bool(self.sum(torch.tensor([float(yes and self.rank == 0)])))
+
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Writes the first rank's values into the tensors of all, which are on the host or on the device."""
         if self.size > 1:

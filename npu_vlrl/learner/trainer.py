@@ -21,7 +21,7 @@ from npu_vlrl.learner.flops import seen_pairs
 from npu_vlrl.learner.loss import policy_loss, reduce_metrics, reduce_value_metrics, token_weights
 from npu_vlrl.learner.meter import Meter
 from npu_vlrl.learner.optimizer import new_optimizer, step_or_skip
-from npu_vlrl.learner.pack import MicroBatch, collate, idle, plan_ranks
+from npu_vlrl.learner.pack import MicroBatch, batches_of_rank
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.schedule import learning_rate
 from npu_vlrl.learner.shard import ShardedPolicy
@@ -80,7 +80,9 @@ class Learner:
         if algorithm.kl_coef and policy.has_adapter:
             self.reference = self.policy
         elif algorithm.kl_coef:
-            self.reference = own(_frozen_copy(policy))
+            copied = policy.copy()
+            copied.model.requires_grad_(False).eval()
+            self.reference = own(copied)
             if not policy.vision_is_frozen:  # a frozen tower gives both the same features
                 self._reference_vision = VisionFeatures(self.reference, vision.processor, vision.cache_bytes)
         critic = critic or CriticConfig()
@@ -88,16 +90,6 @@ class Learner:
         if algorithm.needs_critic:
             self.critic = Critic(self.policy, vision, critic, optim, self._hidden, lambda: own(backbone(policy)))
         self._critic_warmup = critic.warmup_steps * config.updates * config.epochs
-
-    @property
-    def tokens_referenced(self) -> float:
-        """Tokens of the samples that went through the layers of this rank so far, each pass counted."""
-        return self.meter.counts.tokens_referenced
-
-    @property
-    def tokens_computed(self) -> float:
-        """Of these, what is left when a beginning that samples of a micro-batch share counts once."""
-        return self.meter.counts.tokens_computed
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with what the algorithm asks of the reference, of the critic and of the policy as it is now.
@@ -172,6 +164,11 @@ class Learner:
         self._apply(lr)
         self.publish()
         return float(self.ranks.sum(torch.tensor(total, dtype=torch.float64)))
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank holds a part only, see `ShardedPolicy`."""
+        return isinstance(self.policy, ShardedPolicy)
 
     def publish(self) -> None:
         """Brings the whole policy up to the one that learns, where these are two; every rank calls it."""
@@ -294,19 +291,11 @@ class Learner:
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Those of this rank; every rank has as many."""
-        budget, placeholder = self.optim.micro_batch_tokens, self.policy.special.image
-        everyone = plan_ranks(samples, budget, placeholder, self.ranks.size, self._cost)
-        planned = everyone[self.ranks.rank]
-        with_images = [any(samples[i].images for unit in units for i in unit) for units in zip(*everyone, strict=True)]
-        batches = [
-            collate([samples[i] for i in indices], self.policy) if indices else idle(samples[0], self.policy)
-            for indices in planned
-        ]
-        self.meter.planned(batches, sum(len(samples[i]) for indices in planned for i in indices))
-        return [
-            replace(batch, images_elsewhere=images and not batch.images)
-            for batch, images in zip(batches, with_images, strict=True)
-        ]
+        ranks = self.ranks.rank, self.ranks.size
+        batches = batches_of_rank(samples, self.optim.micro_batch_tokens, self.policy, ranks, self._cost)
+        lengths = {sample.id: len(sample) for sample in samples}
+        self.meter.planned(batches, sum(lengths[name] for batch in batches for name in batch.sample_ids))
+        return batches
 
     def _cost(self, samples: Sequence[Sample], tree: Tree) -> float:
         """What an update on samples takes: the same number on every rank, whatever features it has kept."""
@@ -406,9 +395,3 @@ class Learner:
                 f"algorithm.max_logprob_gap={most}: engine and learner do not hold the same "
                 "weights, images or tokens, or their precision is too low"
             )
-
-
-def _frozen_copy(policy: Policy) -> Policy:
-    made = policy.copy()
-    made.model.requires_grad_(False).eval()
-    return made

@@ -58,7 +58,7 @@ class WeightSender:
         self.world = world
         self.bucket_bytes = bucket_bytes
         self._parameters = distinct(parameters)
-        self._channels = [world.channel(rank) for rank in range(1, world.size)]
+        self._channels = [world.channel(rank) for rank in world.engines]
         self._facts = self._agree()
         self._committed: dict[str, int] = {}
         """The version counter of each tensor when the engines last took it."""
@@ -165,7 +165,7 @@ class WeightSender:
             views = plan.views(bucket, buffer)
             with torch.no_grad():
                 torch._foreach_copy_(list(views.values()), [self._parameters[name].detach() for name in views])
-            works.append(dist.broadcast(buffer, LEARNER, async_op=True))
+            works.append(dist.broadcast(buffer, LEARNER, group=self.world.weights_group, async_op=True))
             sums.append(checksum(buffer))
         for work in works[-2:]:
             work.wait()
@@ -248,7 +248,7 @@ class WeightReceiver:
             raise SyncError(f"the transfer of weights failed: {error}") from error
 
     def _collect(self, buckets: Sequence[Tensor]) -> Sums:
-        works = [dist.broadcast(bucket, LEARNER, async_op=True) for bucket in buckets]
+        works = [dist.broadcast(bucket, LEARNER, group=self.world.weights_group, async_op=True) for bucket in buckets]
         sums = []
         for work, bucket in zip(works, buckets, strict=True):
             work.wait()
