@@ -82,7 +82,7 @@ class Ranks:
         padded = rows.new_zeros(each, *rows.shape[1:])
         padded[: len(rows)] = rows
         whole = rows.new_empty(each * self.size, *rows.shape[1:])
-        dist.all_gather_into_tensor(whole.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), self.group)
+        dist.all_gather(list(whole.split(each)), padded, group=self.group)
         return whole[:total]
 
     def gather_metrics(self, metrics: Sequence[Metrics]) -> list[Metrics]:

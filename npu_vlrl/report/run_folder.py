@@ -90,7 +90,7 @@ class RunFolder:
                 f"run.dir: {self.path} holds a run; continue it with run.if_exists=resume or choose another run.dir"
             )
         before, now = (
-            c.model_dump(exclude={"run": True, "sync": True, "train": {"steps"}})
+            c.model_dump(exclude={"run": True, "sync": True, "train": {"steps", "learners", "shard", "offload"}})
             for c in (load_config(self.path / "config.yaml"), config)
         )
         changed = [f"{s}.{k}" for s in now for k in (now[s] or {}) if now[s][k] != (before[s] or {}).get(k)]
