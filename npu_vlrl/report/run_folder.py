@@ -24,7 +24,7 @@ class RunFolder:
     """Looks at `run.dir` and writes nothing before `begin`.
 
     Raises ConfigError when it exists and `run.if_exists` is `raise`, or when a resumed run was configured differently
-    (more steps and other `run.*` and `sync.*` settings are allowed).
+    (more steps, other learners, and other `run.*` and `sync.*` settings are allowed).
     """
 
     def __init__(self, config: Config) -> None:
