@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,64 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
 from npu_vlrl.hardware import select
 from npu_vlrl.learner import checkpoint
-from npu_vlrl.learner.algorithm import assign_advantages, resolve
+from npu_vlrl.learner.algorithm import assign_advantages
 from npu_vlrl.learner.checkpoint import CheckpointError
 from npu_vlrl.learner.group import sums_of_bits
 from npu_vlrl.learner.optimizer import master, stepped
 from npu_vlrl.learner.ranks import Ranks
-from npu_vlrl.learner.shard import ShardedPolicy
 from npu_vlrl.learner.state import load_learner, save_learner, trained_by
 from npu_vlrl.learner.trainer import Learner
-from npu_vlrl.model.vision import VisionFeatures
-from tests.learner.test_learner_ranks import ALGORITHMS, BUDGET, groups
-from tests.support.learning import SMALL_LORA, load, tiny_folder, with_advantage
+from tests.learner.test_learner_ranks import groups
+from tests.support.learning import load, tiny_folder, with_advantage
+from tests.support.shards import CASES, Result, differences, keep, kept, new_learner, step, train
 
 torch.set_num_threads(1)
-
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "whole": ("qwen2_5_vl", "grpo", {}),  # with a KL reference
-    "deep": ("qwen3_vl", "decoupled", {"gradient_checkpointing": True}),
-    "frozen": ("qwen2_5_vl", "ppo", {"freeze_vision": True}),
-    "offload": ("qwen2_5_vl", "ppo", {"gradient_checkpointing": True}),  # with a critic's own backbone
-    "shared": ("qwen2_5_vl", "ppo-shared", {}),
-    "lora": ("qwen2_5_vl", "grpo", {"lora": SMALL_LORA}),
-    "bfloat16": ("qwen2_5_vl", "grpo", {"dtype": "bfloat16"}),
-    "narrow lora": ("qwen3_vl", "gspo-tis", {"dtype": "bfloat16", "lora": SMALL_LORA}),
-}
-"""Name: model, algorithm, settings of the model."""
-
-
-def new_learner(case: str, ranks: Ranks | None) -> Learner:
-    kind, name, model = CASES[case]
-    torch.manual_seed(7)  # adapters begin at random
-    loaded = load(kind, **model)
-    settings = AlgorithmConfig(**({"max_logprob_gap": 1e6} | ALGORITHMS[name]))
-    vision = VisionFeatures(loaded.policy, loaded.processor, 1 << 24)
-    optim = OptimConfig(lr=1e-3, micro_batch_tokens=BUDGET, weight_decay=0.1)
-    critic = CriticConfig(lr=1e-2, backbone="shared" if name.endswith("shared") else "separate")
-    divide = partial(ShardedPolicy, ranks=ranks, offload=case == "offload") if ranks else None
-    return Learner(loaded.policy, vision, settings, resolve(settings), optim, 1.0, 10, critic, ranks, None, divide)
-
-
-def step(learner: Learner, case: str, with_pictures: bool = True) -> dict[str, float]:
-    """Of one group without pictures, and two with some, which another rank has."""
-    kind, _, model = CASES[case]
-    scored = learner.score(groups(load(kind, **model), with_pictures))
-    metrics = learner.step(assign_advantages(scored, learner.algorithm))
-    return {name: value for name, value in metrics.items() if not name.startswith("update/")}
-
-
-def train(case: str, ranks: Ranks | None) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Metrics of three steps, the second without pictures, and the whole weights after them."""
-    learner = new_learner(case, ranks)
-    metrics = [step(learner, case, with_pictures) for with_pictures in (True, False, True)]
-    return metrics, {name: p.detach().clone() for name, p in learner.whole.trainable().items()}
 
 
 def skipped(ranks: Ranks) -> dict[str, Any]:
@@ -133,8 +91,7 @@ def _one_of_two(rank: int, folder: str) -> None:
     ranks = Ranks(dist.group.WORLD)
     told: dict[str, Any] = {}
     for case in CASES:
-        told[case], weights = train(case, ranks)
-        save_file(weights, Path(folder) / f"{case}{rank}.safetensors")
+        keep(Path(folder), case, rank, train(case, ranks))
     told |= {"skipped": skipped(ranks), "held": held(ranks), "wrongly summed": wrongly_summed(ranks)}
     told["resumed"] = resumed(ranks, Path(folder))
     copied(ranks, Path(folder) / "one" / "step-00000001", Path(folder) / "one in two")
@@ -184,7 +141,7 @@ def told(both: Path, name: str) -> list[Any]:
 
 
 @cache
-def alone(case: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+def alone(case: str) -> Result:
     return train(case, None)
 
 
@@ -194,21 +151,10 @@ def alone(case: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_a_divided_learner_takes_the_steps_of_one_process(both: Path, case: str) -> None:
-    weights = [load_file(both / f"{case}{rank}.safetensors") for rank in range(2)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    metrics, expected = alone(case)
-    assert weights[0].keys() == expected.keys()
-    # a step moves a weight by 1e-3, and one that is rounded may fall to the other side
-    room = 2**-8 if case == "bfloat16" else 0.0
-    for name, weight in expected.items():
-        assert weights[0][name].dtype == weight.dtype
-        assert torch.allclose(weights[0][name].float(), weight.float(), rtol=room, atol=1e-4), name
-    first, second = told(both, case)
-    assert first == second
-    for here, there in zip(metrics, first, strict=True):
-        assert here.keys() == there.keys()
-        for name, value in here.items():
-            assert there[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
+    first, second = (kept(both, case, rank) for rank in range(2))
+    assert first[0] == second[0] and all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+    # a weight that is rounded may fall to the other side
+    assert differences(alone(case), first, 2e-4, 0.1, 2**-8 if case == "bfloat16" else 0.0) == []
 
 
 def test_the_comparison_sees_gradients_of_another_size(both: Path) -> None:
