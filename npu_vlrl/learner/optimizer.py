@@ -100,16 +100,15 @@ def step_or_skip(
 def _clip_divided(tensors: Sequence[Tensor], max_norm: float, add: Callable[[Tensor], Tensor]) -> Tensor:
     """As `clip_grad_norm_`; returns the norm of whole gradients, the same bits on every rank."""
 
-    def square(chosen: Iterable[Tensor]) -> Tensor:
-        norms = [torch.linalg.vector_norm(t.grad).cpu().double() for t in chosen if t.grad is not None]
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    def square(in_parts: bool) -> Tensor:
+        chosen = [t.grad for t in tensors if t.grad is not None and (divided(t) is not None) is in_parts]
+        return torch.nn.utils.get_total_norm(chosen).cpu().double().square()
 
-    here = square(tensor for tensor in tensors if divided(tensor) is None)
-    norm = (here + add(square(tensor for tensor in tensors if divided(tensor) is not None))).sqrt()
+    norm = (square(in_parts=False) + add(square(in_parts=True))).sqrt()
     share = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    for tensor in tensors:
-        if tensor.grad is not None:
-            tensor.grad.mul_(share)
+    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, share)
     return norm
 
 

@@ -35,8 +35,8 @@ def test_two_gpus_take_the_steps_of_one(both: Path, case: str, monkeypatch: pyte
     assert first[0] == second[0] and all(torch.equal(first[1][name], second[1][name]) for name in first[1])
     expected = train(case, None, torch.device("cuda", 0))
     if case in EXACT:
-        assert differences(expected, first, 1e-3, 0.5) == []
-    else:  # sums of 16 bits depend on what is summed together: three steps move a weight by 3 at most
-        assert differences(expected, first, 5e-2, 2.0, 2**-7) == []
+        assert differences(expected, first, 1e-3, 0.5, 0.0, 0.02) == []
+    else:  # sums of 16 bits depend on what is summed together
+        assert differences(expected, first, 5e-2, 1.0, 2**-7, 0.1) == []
     halved = [{**line, "grad_norm": line["grad_norm"] / 2} for line in first[0]]
-    assert len(differences(expected, (halved, first[1]), 5e-2, 2.0, 2**-7)) == 3  # the comparison can fail
+    assert len(differences(expected, (halved, first[1]), 5e-2, 1.0, 2**-7, 0.1)) == 3  # the comparison can fail
