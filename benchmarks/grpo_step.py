@@ -209,7 +209,7 @@ def counts(engine: InProcessEngine, learner: Learner) -> dict[str, int]:
     return {
         "images encoded": engine.vision.encoded,
         "tokens, rollout": read,
-        "tokens, update": int(learner.tokens_computed),
+        "tokens, update": int(learner.meter.counts.tokens_computed),
     }
 
 

@@ -47,7 +47,7 @@ class Parts:
     world: World | None
     """None where this is the only process."""
     ranks: Ranks
-    """Those that learn together; this process alone, unless `train.learners` is `all`."""
+    """Those that learn together; this process alone where `train.learners` is 1."""
     workflow: VisionMultiTurnAgenticWorkflow
     algorithm: Algorithm
     train_tasks: TaskSource
@@ -77,7 +77,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
         eval_tasks, eval_skipped = evaluation_tasks(config, setting.check_gold)
     world = join_engines(config, platform, cleanup) if started_processes() > 1 else None
-    ranks = learning_ranks(config, world)
+    ranks = learning_ranks(world)
     with blaming("model"):
         if world is not None:
             model_folder(config.model.path, run_dir / "model", config.train.seed)  # engines may read it now
@@ -109,7 +109,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
 
 
 def new_learners(config: Config, parts: Parts) -> LearnerGroup:
-    """The learner of this run, whose KL reference is the policy as it is now; all of them, if every process learns."""
+    """The learner of this run, whose KL reference is the policy as it is now; all of them, where several learn."""
     new = partial(new_learner, config, parts.platform, parts.ranks, parts.loaded.policy, parts.vision)
     return LearnerGroup(new, parts.world if parts.ranks.size > 1 else None)
 

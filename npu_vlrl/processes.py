@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from npu_vlrl.hardware import Platform, select
 from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.group import follow
 from npu_vlrl.learner.ranks import Ranks
+from npu_vlrl.learner.shard import ShardedPolicy
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.policy import Policy
@@ -30,7 +32,7 @@ from npu_vlrl.types import DataError
 
 
 def run_engine(config: Config) -> None:
-    """The whole life of a process that rank 0 tells what to do: it samples, and learns if `train.learners` is `all`.
+    """The whole life of a process that rank 0 tells what to do: it samples, or learns, or both (`train.learners`).
 
     It writes nothing but the model of a `tiny:` path on a machine of its own.
 
@@ -38,15 +40,15 @@ def run_engine(config: Config) -> None:
     """
     platform = prepare(config)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process; the learner's word is enough
-    world = join(platform, config.sync.timeout_s)
-    ranks = learning_ranks(config, world)
+    world = join(platform, config.sync.timeout_s, learners=learners(config))
+    ranks = learning_ranks(world)
 
     def new_engine(scratch: Path) -> InProcessEngine:
         own = scratch if scratch.is_dir() else scratch.with_name(f"{scratch.name}.{world.rank}")
         loaded, vision = load(config, own, platform)
         return own_engine(config, platform, loaded, vision)
 
-    if config.train.learners == "all":
+    if world.rank in world.learners:
         serve(world, new_engine, follow(partial(new_learner, config, platform, ranks), platform))
     else:
         serve(world, new_engine)
@@ -55,7 +57,9 @@ def run_engine(config: Config) -> None:
 
 def new_learner(config: Config, platform: Platform, ranks: Ranks, policy: Policy, vision: VisionFeatures) -> Learner:
     """One rank's; it begins with the policy of rank 0."""
+    gc.collect()  # one of before: what FSDP makes of modules refers to itself
     ranks.share(policy.trainable().values())
+    divide = partial(ShardedPolicy, ranks=ranks, offload=config.train.offload) if config.train.shard else None
     return Learner(
         policy,
         vision,
@@ -67,11 +71,26 @@ def new_learner(config: Config, platform: Platform, ranks: Ranks, policy: Policy
         config.critic,
         ranks,
         platform,
+        divide,
     )
+
+
+def learners(config: Config) -> int:
+    """How many processes learn. Raises ConfigError when that leaves none to sample."""
+    number, size = config.train.learners, started_processes()
+    if number == "all":
+        return size
+    if number > 1 and number >= size:
+        raise ConfigError(
+            f"train.learners={number} leaves none of {size} started processes to sample for the learners; start more "
+            "than that, or set train.learners=all"
+        )
+    return number
 
 
 def prepare(config: Config) -> Platform:
     """Makes this process ready for models, each process on a device of its own."""
+    learners(config)
     platform = select()
     platform.set_device(local_rank())
     kernels.use(platform.kernels)
@@ -102,7 +121,7 @@ def new_engine(
 
     Raises what `remote.RemoteEngine` raises when another process cannot begin.
     """
-    if world is not None and config.train.learners == "all":
+    if world is not None and len(world.learners) == world.size:
         return remote.LearnersEngine(world, own_engine(config, platform, loaded, vision))
     if world is not None:
         return remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
@@ -116,9 +135,9 @@ def own_engine(config: Config, platform: Platform, loaded: LoadedModel, vision: 
     return InProcessEngine(loaded.policy, vision, config.rollout.cache_mib * 2**20, new_recorder)
 
 
-def learning_ranks(config: Config, world: World | None) -> Ranks:
-    """All processes call it as soon as they have met."""
-    return Ranks(world.new_group() if world is not None and config.train.learners == "all" else None)
+def learning_ranks(world: World | None) -> Ranks:
+    """Those that learn with this process. All processes call it as soon as they have met."""
+    return Ranks(world.learners_group() if world is not None and len(world.learners) > 1 else None)
 
 
 def vllm_engine(config: Config, platform: Platform, loaded: LoadedModel, cleanup: ExitStack) -> VllmEngine:
@@ -139,7 +158,7 @@ def vllm_engine(config: Config, platform: Platform, loaded: LoadedModel, cleanup
 
 def join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:
     """The engine processes end with `cleanup`."""
-    world = join(platform, config.sync.timeout_s)
+    world = join(platform, config.sync.timeout_s, learners=learners(config))
     cleanup.callback(remote.stop, world)
 
     def terminated(number: int, frame: object) -> None:

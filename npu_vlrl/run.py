@@ -35,8 +35,11 @@ class Run:
         self.console = cleanup.enter_context(ConsoleReport(config.train.steps))
         platform = self.parts.platform
         self.console.line(f"{platform.name}: {platform.describe()}; run folder {self.folder.path}")
-        for peer in self.parts.world.peers[1:] if self.parts.world is not None else ():
-            self.console.line(f"{'learning and ' if self.parts.ranks.size > 1 else ''}sampling in {peer}")
+        if (world := self.parts.world) is not None:
+            duties = {"learning": world.learners, "sampling": world.engines}
+            for peer in world.peers[1:]:
+                own = [duty for duty, ranks in duties.items() if peer.rank in ranks]
+                self.console.line(f"{' and '.join(own)} in {peer}")
         for message in self.parts.eval_skipped:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}

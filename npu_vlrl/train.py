@@ -18,8 +18,8 @@ from npu_vlrl.warm_start import warm_start
 def train(config: Config) -> dict[str, Any]:
     """Runs a whole training and returns its summary, which is also in `summary.json`.
 
-    Of several processes, as torchrun starts them, the first does so; the others sample for it, and learn with it if
-    `train.learners` is `all`, and return nothing.
+    Of several processes, as torchrun starts them, the first does so; the others learn with it or sample for it
+    (`train.learners`), and return nothing.
     """
     if is_engine():
         run_engine(config)

@@ -119,6 +119,15 @@ def test_missing_files(tmp_path: Path) -> None:
         assert refusal(path) == f"{path}: no such configuration file"
 
 
+def test_combinations_of_learners_that_mean_nothing(base: Path) -> None:
+    assert "train.offload moves what train.shard divides" in refusal(base, "train.offload=true", "train.learners=2")
+    assert "train.learners" in refusal(base, "train.learners=0") and "train.learners" in refusal(
+        base, "train.learners=one"
+    )
+    assert load_config(base, ["train.learners=all", "train.shard=true", "train.offload=true"]).train.learners == "all"
+    assert load_config(base, ["train.learners=3"]).train.learners == 3
+
+
 @pytest.mark.parametrize(
     ("wrong", "right", "message"),
     [
@@ -128,6 +137,7 @@ def test_missing_files(tmp_path: Path) -> None:
         ("workflow.context_tokens=512", "workflow.turn_tokens=511", "workflow.turn_tokens must be smaller"),
         ("evaluation.tasks=0", "data.eval.path=x", "evaluation.tasks=0 means all of a file"),
         ("algorithm.updates=17", "rollout.groups=17", "algorithm.updates cannot exceed rollout.groups"),
+        ("train.shard=true", "train.learners=2", "train.shard divides a learner over several processes"),
         ("data.train.path=x", "data.train.generator=null", "data.train: give either `path` or `generator`"),
         ("data.train.generator=null", "data.train.path=x", "data.train: give either `path` or `generator`"),
         ("data.eval={}", "data.eval.generator=photo", "data.eval: give either `path` or `generator`"),

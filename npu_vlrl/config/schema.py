@@ -244,6 +244,13 @@ class Config(Section):
             raise ValueError("warm_start needs data.train.generator: files show no solutions; set warm_start.steps=0")
         if self.warm_start.steps and self.model.lora is not None:
             raise ValueError("warm_start trains a whole model, no adapter; set warm_start.steps=0 or model.lora=null")
+        if self.train.shard and self.train.learners == 1:
+            raise ValueError(
+                "train.shard divides a learner over several processes, and train.learners=1 has it in one; set "
+                "train.learners to their number or to all, or leave train.shard out"
+            )
+        if self.train.offload and not self.train.shard:
+            raise ValueError("train.offload moves what train.shard divides; set train.shard=true, or leave it out")
         if self.evaluation.tasks == 0 and (self.data.eval or self.data.train).generator is not None:
             raise ValueError("evaluation.tasks=0 means all of a file, and a generator is endless; give a number")
         if self.algorithm.updates > self.rollout.groups:

@@ -135,5 +135,11 @@ class TrainConfig(Section):
     seed: CountOrOff = 0
     threads: CountOrOff = 0
     """CPU threads of PyTorch; 0 leaves its default."""
-    learners: Literal["one", "all"] = "one"
-    """Of several processes the first learns and the others sample for it, or all of them learn and sample."""
+    learners: Count | Literal["all"] = 1
+    """Of several processes the first ones learn, as many as this, and the others sample for them; or all of them learn
+    and sample."""
+    shard: bool = False
+    """Divides weights, gradients and moments over the learners (FSDP2), where else each of them holds everything."""
+    offload: bool = False
+    """Keeps what `shard` divides in the memory of the host, and steps it there: slower, for a model that does not
+    fit."""

@@ -1,4 +1,13 @@
-"""Everything a run needs to go on exactly where it stopped, in files that hold no code (safetensors and JSON)."""
+"""Everything a run needs to go on exactly where it stopped, in files that hold no code (safetensors and JSON).
+
+    step-00000100/  state.json  rng.safetensors  weights.safetensors    optimizer.safetensors
+                                          or     weights.0.safetensors  optimizer.0.safetensors
+                                                 weights.1.safetensors  optimizer.1.safetensors
+
+Of a policy that is divided over ranks each writes a file with its rows of every tensor, and in the file's header, under
+`rows`, where they stand in the whole. Whoever reads takes the rows that it needs, from however many files there are.
+(DCP of torch would do as much, but it reads its metadata by unpickling.)
+"""
 
 from __future__ import annotations
 
@@ -6,19 +15,24 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from npu_vlrl.learner.ranks import Ranks
+
 Content = TypeVar("Content")
+Tensors = TypeVar("Tensors", bound=Mapping[str, Tensor])
+"""Of one that is written any mapping, of one that is read `Stored`."""
 
 STATE = "state.json"
+ROWS = "rows"
 _NAME = re.compile(r"step-(\d{8})$")
 
 
@@ -27,42 +41,61 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Generic[Tensors]):
     step: int
     """Steps done."""
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    weights: Tensors
+    optimizer: Tensors
     """`exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`; `master.<parameter>` for 16 bits"""
     rng: dict[str, Tensor]
     state: dict[str, Any]
     """JSON values: data cursor, scheduler, weight version …"""
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By key of a tensor of which this rank holds some rows: the first of them, and how many the whole tensor has."""
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
+def save(folder: Path, checkpoint: Checkpoint[dict[str, Tensor]], keep: int, ranks: Ranks | None = None) -> Path:
     """Writes `folder/step-XXXXXXXX` atomically: a run that is killed here leaves the previous checkpoint intact.
 
     A complete checkpoint of the same step holds the same already and is kept. Older checkpoints beyond `keep`, and what
-    a killed run left unfinished, are removed.
+    a killed run left unfinished, are removed. Several `ranks` that hold rows of tensors call it at the same time, with
+    a folder that all see.
     """
+    ranks = ranks or Ranks()
     final = folder / f"step-{checkpoint.step:08d}"
-    if final in _complete(folder):
+    if ranks.first_says(final in _complete(folder)):
         return final
-    for left in (*folder.glob(".step-*.partial"), final):
-        shutil.rmtree(left, ignore_errors=True)
     partial = folder / f".{final.name}.partial"
-    partial.mkdir(parents=True)
-    for name in ("weights", "optimizer", "rng"):
-        tensors: Mapping[str, Tensor] = getattr(checkpoint, name)
-        save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, partial / f"{name}.safetensors")
-    (partial / STATE).write_text(json.dumps({"step": checkpoint.step, **checkpoint.state}, indent=2))
-    for path in partial.iterdir():
-        _flush(path)
-    _flush(partial)
-    partial.rename(final)
-    _flush(folder)
-    for old in _complete(folder)[:-keep]:
-        shutil.rmtree(old)
+    if ranks.rank == 0:
+        for left in (*folder.glob(".step-*.partial"), final):
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir(parents=True)
+    ranks.meet()
+    _write(partial, checkpoint, ranks)
+    ranks.meet()
+    if ranks.rank == 0:
+        state = partial / STATE
+        state.write_text(json.dumps({"step": checkpoint.step, **checkpoint.state}, indent=2))
+        _flush(state)
+        _flush(partial)
+        partial.rename(final)
+        _flush(folder)
+        for old in _complete(folder)[:-keep]:
+            shutil.rmtree(old)
+    ranks.meet()
     return final
+
+
+def _write(partial: Path, checkpoint: Checkpoint[dict[str, Tensor]], ranks: Ranks) -> None:
+    """The files of this rank; the first also writes what all of them have."""
+    for name in ("weights", "optimizer", "rng"):
+        tensors: dict[str, Tensor] = getattr(checkpoint, name)
+        rows = {key: place for key, place in checkpoint.rows.items() if key in tensors}
+        held = {key: t.detach().cpu().contiguous() for key, t in tensors.items() if key in rows or not ranks.rank}
+        if held or not ranks.rank:
+            file = partial / (f"{name}.{ranks.rank}.safetensors" if rows else f"{name}.safetensors")
+            save_file(held, file, {ROWS: json.dumps(rows)} if rows else None)
+            _flush(file)
 
 
 def latest(folder: Path) -> Path | None:
@@ -71,11 +104,65 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load(path: Path, device: torch.device) -> Checkpoint:
-    """Raises CheckpointError when a file is missing or damaged, naming it."""
+class Stored(Mapping[str, Tensor]):
+    """Tensors of the files of one name, on the host; each is read when it is asked for."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Raises CheckpointError when a file is missing or damaged, naming it."""
+        self._path = path
+        self._pieces: dict[str, list[tuple[int, Any]]] = {}
+        """Of each tensor: the first row of a piece, and the file that holds it."""
+        self._totals: dict[str, int] = {}
+        """Rows of each tensor that is in pieces."""
+        for file in sorted(path.glob(f"{name}.*.safetensors")) or [path / f"{name}.safetensors"]:
+            opened = _read(file, lambda file: safe_open(file, "pt"))
+            rows = json.loads((opened.metadata() or {}).get(ROWS, "{}"))
+            for key in opened.keys():  # noqa: SIM118  # it is no mapping
+                first = 0
+                if key in rows:
+                    first, self._totals[key] = rows[key]
+                self._pieces.setdefault(key, []).append((first, opened))
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.read(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def shape(self, key: str) -> list[int]:
+        """Of the whole tensor."""
+        shape: list[int] = self._pieces[key][0][1].get_slice(key).get_shape()
+        return [self._totals[key], *shape[1:]] if key in self._totals else shape
+
+    def read(self, key: str, rows: range | None = None) -> Tensor:
+        """A whole tensor, or some rows of it. Raises CheckpointError when they are in no file."""
+        pieces = self._pieces[key]
+        if rows is None and key not in self._totals:
+            tensor: Tensor = pieces[0][1].get_tensor(key)
+            return tensor
+        rows = range(self._totals[key]) if rows is None else rows
+        found = []
+        for first, file in pieces:
+            piece = file.get_slice(key)
+            start, stop = max(rows.start - first, 0), min(rows.stop - first, piece.get_shape()[0])
+            if start < stop:
+                found.append(piece[start:stop])
+        if sum(map(len, found)) != len(rows):
+            raise CheckpointError(
+                f"checkpoint {self._path} has no file with some rows of {key}; remove it to go on from an older one"
+            )
+        return torch.cat(found) if found else torch.empty(0, *self.shape(key)[1:])
+
+
+def load(path: Path) -> Checkpoint[Stored]:
+    """Raises CheckpointError when a file is missing or damaged, naming it. Weights and optimizer are read when they are
+    asked for, see `Stored`.
+    """
     state = _read(path / STATE, lambda file: dict(json.loads(file.read_text())))
-    weights = _read(path / "weights.safetensors", lambda file: load_file(file, device=str(device)))
-    optimizer = _read(path / "optimizer.safetensors", lambda file: load_file(file, device=str(device)))
+    weights, optimizer = Stored(path, "weights"), Stored(path, "optimizer")
     rng = _read(path / "rng.safetensors", load_file)
     match = _NAME.match(path.name)
     if match is None or state.pop("step", None) != int(match[1]):

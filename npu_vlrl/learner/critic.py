@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -26,8 +25,15 @@ class Critic:
     """
 
     def __init__(
-        self, policy: Policy, vision: VisionFeatures, config: CriticConfig, optim: OptimConfig, hidden: Hidden
+        self,
+        policy: Policy,
+        vision: VisionFeatures,
+        config: CriticConfig,
+        optim: OptimConfig,
+        hidden: Hidden,
+        own: Callable[[], Policy],
     ) -> None:
+        """`own` makes the policy that is a separate backbone."""
         self.config = config
         self.optim = optim
         self.shared = config.backbone == "shared"
@@ -38,7 +44,7 @@ class Critic:
         nn.init.zeros_(self.head.bias)
         self.parameters = {f"critic.head.{name}": p for name, p in self.head.named_parameters()}
         if not self.shared:
-            self.policy = _copy(policy)
+            self.policy = own()
             if not policy.vision_is_frozen:
                 self.vision = VisionFeatures(self.policy, vision.processor, vision.cache_bytes)
             self.parameters |= {f"critic.{name}": p for name, p in self.policy.trainable().items()}
@@ -64,16 +70,17 @@ class Critic:
         weights = torch.full_like(values, 1 / max(1, states))
         return value_loss(values, batch.values_N[at], batch.returns_N[at], weights, self.config.value_clip)
 
-    def apply(self, skip: bool) -> float | None:
+    def apply(self, skip: bool, add: Callable[[Tensor], Tensor]) -> float | None:
         """See `step_or_skip`."""
-        return step_or_skip(self.optimizer, self.optim.max_grad_norm, self.config.lr, skip)
+        return step_or_skip(self.optimizer, self.optim.max_grad_norm, self.config.lr, skip, add)
 
     def _values(self, hidden_NH: Tensor) -> Tensor:
         return self.head(hidden_NH.float())[:, 0]
 
 
-def _copy(policy: Policy) -> Policy:
-    made = Policy(copy.deepcopy(policy.model), policy.special, policy.n_tokens, policy.merge_size)
+def backbone(policy: Policy) -> Policy:
+    """A copy of the policy as it is, to be trained by itself."""
+    made = policy.copy()
     if made.head_weight is not made.base.get_input_embeddings().weight:
         made.head_weight.requires_grad_(False)  # it scores tokens, which nobody asks of a critic
     made.model.train()

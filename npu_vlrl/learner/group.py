@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import torch
 
 from npu_vlrl.hardware import Platform
+from npu_vlrl.learner.optimizer import divided, master
 from npu_vlrl.learner.state import load_learner, save_learner, trained_by
 from npu_vlrl.learner.trainer import Learner, LearnerError
 from npu_vlrl.learner.wire import SampleReader, SampleWriter
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout.inprocess import InProcessEngine
-from npu_vlrl.rollout.remote import channels
 from npu_vlrl.rollout.serve import Handlers
 from npu_vlrl.sync.channel import Message
 from npu_vlrl.sync.transfer import guarded
@@ -47,10 +47,10 @@ class LearnerGroup:
     def __init__(self, new: Callable[[], Learner], world: World | None = None) -> None:
         """Every rank makes a learner whose KL reference is the policy of rank 0 as it is now.
 
-        `new` makes that of this rank. The processes of `world` are the others; each is at `follow`.
+        `new` makes that of this rank. The learners of `world` are the others; each is at `follow`.
         """
         self._world = world
-        self._channels = channels(world) if world is not None else []
+        self._channels = [world.channel(rank) for rank in world.learners if rank != LEARNER] if world else []
         self._writer = SampleWriter()
         self._answers: dict[int, dict[str, Any]] = {}
         """What each other rank said after the last work."""
@@ -65,12 +65,12 @@ class LearnerGroup:
     @property
     def tokens_referenced(self) -> float:
         """Tokens of the samples that went through the layers of all ranks so far, each pass counted."""
-        return self.own.tokens_referenced + sum(answer["tokens"][0] for answer in self._answers.values())
+        return self.own.meter.counts.tokens_referenced + sum(answer["tokens"][0] for answer in self._answers.values())
 
     @property
     def tokens_computed(self) -> float:
         """Of these, what is left when a beginning that samples of a micro-batch share counts once."""
-        return self.own.tokens_computed + sum(answer["tokens"][1] for answer in self._answers.values())
+        return self.own.meter.counts.tokens_computed + sum(answer["tokens"][1] for answer in self._answers.values())
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """See `Learner.score`."""
@@ -93,9 +93,12 @@ class LearnerGroup:
         self._together("forget_features", self.own.forget_features)
 
     def save(self, folder: Path, step: int, platform: Platform, state: dict[str, Any], keep: int) -> Path:
-        """See `save_learner`; this rank alone writes."""
+        """See `save_learner`; this rank alone writes, unless each has a part."""
         self.forget_features()
-        return save_learner(folder, step, self.own, platform, state, keep)
+        work = partial(save_learner, folder, step, self.own, platform, state, keep)
+        if not self.own.is_divided:
+            return work()
+        return self._together("save", work, {"folder": str(folder.absolute()), "step": step, "keep": keep})
 
     def load(self, path: Path, platform: Platform) -> tuple[int, dict[str, Any]]:
         """See `load_learner`; every rank reads the same files."""
@@ -162,7 +165,8 @@ class _Follower:
 
     def learn(self, message: Message) -> None:
         guarded_work(partial(self._do, message), self._world, self._look)
-        tokens = [self._learner.tokens_referenced, self._learner.tokens_computed]
+        counts = self._learner.meter.counts
+        tokens = [counts.tokens_referenced, counts.tokens_computed]
         self._channel.send("done", {"sums": list(sums_of_bits(self._learner).values()), "tokens": tokens})
 
     def _do(self, message: Message) -> None:
@@ -180,6 +184,9 @@ class _Follower:
                 self._learner.supervise(samples, message.content["lr"])
             case "forget_features":
                 self._learner.forget_features()
+            case "save":
+                folder, step, keep = (message.content[key] for key in ("folder", "step", "keep"))
+                save_learner(Path(folder), step, self._learner, self._platform, {}, keep)
             case "load":
                 load_learner(Path(message.content["path"]), self._learner, self._platform)
 
@@ -192,7 +199,7 @@ class _Follower:
 def follow(
     new: Callable[[Policy, VisionFeatures], Learner], platform: Platform
 ) -> Callable[[World, InProcessEngine], Handlers]:
-    """The duties of a process that learns and samples, see `rollout.serve`; `new` makes its learner."""
+    """The duties of a process that learns, and may sample, see `rollout.serve`; `new` makes its learner."""
 
     def duties(world: World, engine: InProcessEngine) -> Handlers:
         def weights_changed(message: Message) -> None:
@@ -236,7 +243,10 @@ def guarded_work(work: Callable[[], T], world: World, look: Callable[[], None]) 
 
 
 def sums_of_bits(learner: Learner) -> dict[str, int]:
-    """A number for each trained tensor: the sum of its bits, read as integers. Equal weights have equal sums."""
-    tensors = {name: p.detach() for name, (p, _) in trained_by(learner).items()}
+    """A number for each trained tensor that this rank has as a whole, the weights of a divided policy in the copy that
+    follows it: the sum of its bits, read as integers. Equal weights have equal sums.
+    """
+    own = {name: p for name, (p, _) in trained_by(learner).items() if divided(master(p)) is None}
+    tensors = {name: p.detach() for name, p in (learner.whole.trainable() | own).items()}
     sums = [tensor.view(BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors.values()]
     return dict(zip(tensors, torch.stack(sums).tolist(), strict=True))

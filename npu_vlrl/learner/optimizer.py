@@ -9,11 +9,13 @@ Bytes a trained parameter:
     weights of     weight   master   moments   gradient   together
     bfloat16            2        4         8          4         18
     float32             4        -         8          4         16
+
+Of a policy that is divided over ranks (`shard.py`) it steps the rows that this rank holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +46,21 @@ def new_optimizer(parameters: dict[str, nn.Parameter], optim: OptimConfig) -> to
 
 
 def master(parameter: Tensor) -> Tensor:
-    """What the optimiser steps: a float32 tensor of the same shape, or the parameter itself where that is wide."""
+    """What the optimiser steps: a float32 tensor of the same shape, the rows of this rank where the parameter is
+    divided, or the parameter itself where it is wide.
+    """
     return getattr(parameter, "master", parameter)
+
+
+def divided(tensor: Tensor) -> nn.Parameter | None:
+    """The parameter that `tensor` is this rank's rows of; None for a tensor that every rank has."""
+    return getattr(tensor, "rows_of", None)
+
+
+def give_rows(parameter: nn.Parameter, rows: Tensor) -> None:
+    """Lets an optimiser of `parameter` step `rows`, what this rank holds of it."""
+    parameter.master = rows  # type: ignore[attr-defined]
+    rows.rows_of = parameter  # type: ignore[attr-defined]
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -56,12 +71,23 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-def step_or_skip(optimizer: torch.optim.AdamW, max_grad_norm: float, lr: float, skip: bool = False) -> float | None:
+def step_or_skip(
+    optimizer: torch.optim.AdamW,
+    max_grad_norm: float,
+    lr: float,
+    skip: bool = False,
+    add: Callable[[Tensor], Tensor] = lambda values: values,
+) -> float | None:
     """Steps with the clipped gradients, and forgets them; returns their norm before clipping.
 
-    None, and no change of weights and masters, when `skip` is set or the norm is not finite.
+    None, and no change of weights and masters, when `skip` is set or the norm is not finite. `add` sums a tensor of the
+    host over the ranks that parameters are divided over.
     """
-    norm = torch.nn.utils.clip_grad_norm_(stepped(optimizer), max_grad_norm)
+    tensors = stepped(optimizer)
+    if any(divided(tensor) is not None for tensor in tensors):
+        norm = _clip_divided(tensors, max_grad_norm, add)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(tensors, max_grad_norm)
     usable = not skip and bool(torch.isfinite(norm))
     if usable:
         for group in optimizer.param_groups:
@@ -69,6 +95,21 @@ def step_or_skip(optimizer: torch.optim.AdamW, max_grad_norm: float, lr: float, 
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(norm) if usable else None
+
+
+def _clip_divided(tensors: Sequence[Tensor], max_norm: float, add: Callable[[Tensor], Tensor]) -> Tensor:
+    """As `clip_grad_norm_`; returns the norm of whole gradients, the same bits on every rank."""
+
+    def square(in_parts: bool) -> Tensor:
+        chosen = [t.grad for t in tensors if t.grad is not None and (divided(t) is not None) is in_parts]
+        return torch.nn.utils.get_total_norm(chosen).cpu().double().square()
+
+    norm = (square(in_parts=False) + add(square(in_parts=True))).sqrt()
+    share = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, share)
+    return norm
 
 
 def _give_master(weight: nn.Parameter) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from npu_vlrl.learner.tree import divide, share
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.types import Credit, ImageInput, Sample
+
+Cost = Callable[[Sequence[Sample], Tree], float]
+"""How much work samples are, with their tree."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class MicroBatch:
     returns_N: Tensor
     critic_N: Tensor
     """See `Credit`; zeros where nothing was estimated."""
+    images_elsewhere: bool = False
+    """Whether the micro-batch that another rank computes at the same time has images, and this one has none."""
 
 
 def plan_ranks(
@@ -56,7 +61,7 @@ def plan_ranks(
     max_tokens: int,
     placeholder: int | None,
     ranks: int,
-    cost: Callable[[Sequence[Sample], Tree], float],
+    cost: Cost,
 ) -> list[list[list[int]]]:
     """For each rank its micro-batches: indices of samples with up to `max_tokens` distinct tokens together;
     `placeholder` is that of images. All ranks have as many: what has nothing left to do gets empty ones, for every rank
@@ -81,6 +86,23 @@ def plan_ranks(
         planned.append([sorted(i for place in chosen for i in units[mine[place]]) for chosen in bins])
     agreed = max(map(len, planned))
     return [batches + [[]] * (agreed - len(batches)) for batches in planned]
+
+
+def batches_of_rank(
+    samples: Sequence[Sample], max_tokens: int, policy: Policy, ranks: tuple[int, int], cost: Cost
+) -> list[MicroBatch]:
+    """What `plan_ranks` plans for one rank; `ranks` are its number and how many there are."""
+    rank, size = ranks
+    planned = plan_ranks(samples, max_tokens, policy.special.image, size, cost)
+    with_images = [any(samples[i].images for unit in units for i in unit) for units in zip(*planned, strict=True)]
+    batches = [
+        collate([samples[i] for i in indices], policy) if indices else idle(samples[0], policy)
+        for indices in planned[rank]
+    ]
+    return [
+        replace(batch, images_elsewhere=images and not batch.images)
+        for batch, images in zip(batches, with_images, strict=True)
+    ]
 
 
 def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from npu_vlrl.learner.loss.metrics import Metrics
-from npu_vlrl.learner.optimizer import stepped
+from npu_vlrl.learner.optimizer import divided, stepped
 from npu_vlrl.types import Sample
 
 BUCKET_BYTES = 64 * 2**20
@@ -31,7 +31,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Without a group this process is alone, and talks to nobody."""
-        self._group = group
+        self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
@@ -46,22 +46,44 @@ class Ranks:
         """The sums over all ranks of a tensor of the host, the same bits on each; NaN stays."""
         if self.size > 1:
             values = values.clone()
-            dist.all_reduce(values, group=self._group)
+            dist.all_reduce(values, group=self.group)
         return values
+
+    def meet(self) -> None:
+        """Returns when all ranks are here."""
+        self.sum(torch.zeros(1))
+
+    def first_says(self, yes: bool) -> bool:
+        """What the first rank knows, on all of them."""
+        return bool(self.sum(torch.tensor([float(yes and self.rank == 0)])))
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Writes the first rank's values into the tensors of all, which are on the host or on the device."""
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), group=self._group, group_src=0)
+                dist.broadcast(tensor.detach(), group=self.group, group_src=0)
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """A tensor of the host from each rank, in their order; all have the same shape and dtype."""
         if self.size == 1:
             return [values]
         found = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(found, values.contiguous(), group=self._group)
+        dist.all_gather(found, values.contiguous(), group=self.group)
         return found
+
+    def rows(self, total: int) -> range:
+        """This rank's, of a tensor of `total` rows that is divided: as many for each, and fewer for the last ones."""
+        each = -(-total // self.size)
+        return range(min(self.rank * each, total), min((self.rank + 1) * each, total))
+
+    def gather_rows(self, rows: Tensor, total: int) -> Tensor:
+        """A whole tensor [total, …] from what each rank holds of it, see `rows`; on the host or on the device."""
+        each = -(-total // self.size)
+        padded = rows.new_zeros(each, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        whole = rows.new_empty(each * self.size, *rows.shape[1:])
+        dist.all_gather(list(whole.split(each)), padded, group=self.group)
+        return whole[:total]
 
     def gather_metrics(self, metrics: Sequence[Metrics]) -> list[Metrics]:
         """The metrics of every rank's micro-batches; all ranks have as many, under the same names."""
@@ -80,13 +102,18 @@ class Ranks:
         if self.size == 1:
             return
         tensors = stepped(optimizer)
+        for rows in tensors:
+            weight = divided(rows)
+            if weight is not None and weight.grad is not None:  # summed when they were divided
+                rows.grad, weight.grad = weight.grad.to_local(), None  # type: ignore[attr-defined]
+        tensors = [tensor for tensor in tensors if divided(tensor) is None]
         owners = self.sum(torch.tensor([float(tensor.grad is not None) for tensor in tensors]))
         for bucket in _buckets([tensor for tensor, n in zip(tensors, owners.tolist(), strict=True) if n]):
             for tensor in bucket:
                 tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             gradients = [tensor.grad for tensor in bucket if tensor.grad is not None]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat, group=self._group)
+            dist.all_reduce(flat, group=self.group)
             for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner import checkpoint
-from npu_vlrl.learner.checkpoint import Checkpoint, CheckpointError
-from npu_vlrl.learner.optimizer import master
+from npu_vlrl.learner.checkpoint import Checkpoint, CheckpointError, Stored
+from npu_vlrl.learner.optimizer import divided, master
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.policy import Policy
 
@@ -34,6 +34,8 @@ def save_learner(
 ) -> Path:
     """Writes a checkpoint with the trained weights, the optimiser, the random states and `state` (JSON values).
 
+    Where the policy is divided over ranks all of them call it, and the first one's `state` is written.
+
     The masters of weights of 16 bits are part of the optimiser: a weight does not tell what it was rounded from.
 
     Frozen weights are those of `model.path` and are not written. Vision features are forgotten, so that a run that goes
@@ -47,34 +49,44 @@ def save_learner(
         for moment in MOMENTS
         if master(p) in optimizer.state
     }
-    masters = {f"{MASTER}.{name}": master(p) for name, (p, _) in trained.items() if master(p) is not p}
+    masters = {f"{MASTER}.{name}": master(p) for name, (p, _) in trained.items() if p.dtype.itemsize < 4}
+    rows = {name: learner.ranks.rows(len(p)) for name, (p, _) in trained.items() if divided(master(p)) is not None}
+    places = {name: (held.start, len(trained[name][0])) for name, held in rows.items()}
     content = Checkpoint(
         step,
-        weights={name: p for name, (p, _) in trained.items()},
+        weights={name: master(p) if name in rows else p for name, (p, _) in trained.items()},
         optimizer=stepped | masters,
         rng={"torch": torch.get_rng_state(), "device": platform.rng_state()},
         state={"updates": learner.updates, "skipped": learner.skipped, **state},
+        rows=places | {f"{m}.{name}": place for name, place in places.items() for m in MOMENTS if m != "step"},
     )
-    return checkpoint.save(folder, content, keep)
+    return checkpoint.save(folder, content, keep, learner.ranks if learner.is_divided else None)
 
 
 def load_learner(path: Path, learner: Learner, platform: Platform) -> tuple[int, dict[str, Any]]:
     """Restores what `save_learner` wrote; returns (steps done, state).
 
-    The run that wrote it may have had weights of another dtype. Masters that it had none of begin as its weights.
+    The run that wrote it may have had weights of another dtype. Masters that it had none of begin as its weights. It
+    may have divided its policy over any number of ranks, or not at all: each rank reads the rows that it holds.
     Raises CheckpointError when the checkpoint belongs to another model, naming what differs.
     """
-    content = checkpoint.load(path, learner.policy.device)
+    content = checkpoint.load(path)
+    weights, moved = content.weights, content.optimizer
     trained = trained_by(learner)
-    _check_names(path, content.weights, {name: p for name, (p, _) in trained.items()})
+    _check_names(path, weights, {name: p for name, (p, _) in trained.items()})
     for name, (parameter, optimizer) in trained.items():
         stepped = master(parameter)
+        rows = None if divided(stepped) is None else learner.ranks.rows(len(parameter))
         with torch.no_grad():
-            stepped.copy_(content.optimizer.get(f"{MASTER}.{name}", content.weights[name]))
-            parameter.copy_(stepped)
-        moments = {m: _wide(content.optimizer[f"{m}.{name}"]) for m in MOMENTS if f"{m}.{name}" in content.optimizer}
+            wide = f"{MASTER}.{name}"
+            stepped.copy_(moved.read(wide, rows) if wide in moved else weights.read(name, rows))
+            if rows is None:
+                parameter.copy_(stepped)
+        found = {m: f"{m}.{name}" for m in MOMENTS if f"{m}.{name}" in moved}
+        moments = {m: _wide(moved.read(key, None if m == "step" else rows)) for m, key in found.items()}
         if moments:
-            optimizer.state[stepped] = moments
+            optimizer.state[stepped] = {m: moment.to(stepped.device) for m, moment in moments.items()}
+    learner.publish()
     torch.set_rng_state(content.rng["torch"])
     platform.set_rng_state(content.rng["device"])
     learner.updates = content.state.pop("updates")
@@ -114,13 +126,12 @@ def _wide(moment: Tensor) -> Tensor:
     return moment.to(torch.promote_types(moment.dtype, torch.float32))
 
 
-def _check_names(path: Path, saved: dict[str, Tensor], here: dict[str, torch.nn.Parameter]) -> None:
+def _check_names(path: Path, saved: Stored, here: dict[str, torch.nn.Parameter]) -> None:
     if saved.keys() != here.keys():
         difference = sorted(saved.keys() ^ here.keys())
         raise CheckpointError(f"checkpoint {path} is of another model: {difference[:3]} … ({len(difference)} names)")
     for name, parameter in here.items():
-        if saved[name].shape != parameter.shape:
+        if saved.shape(name) != list(parameter.shape):
             raise CheckpointError(
-                f"checkpoint {path} is of another model: {name} is {list(saved[name].shape)}, "
-                f"here {list(parameter.shape)}"
+                f"checkpoint {path} is of another model: {name} is {saved.shape(name)}, here {list(parameter.shape)}"
             )

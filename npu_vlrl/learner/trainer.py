@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -17,14 +16,15 @@ from npu_vlrl.hardware import Platform, select
 from npu_vlrl.kernels.table import op
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.learner.algorithm import Algorithm
-from npu_vlrl.learner.critic import Critic
+from npu_vlrl.learner.critic import Critic, backbone
 from npu_vlrl.learner.flops import seen_pairs
 from npu_vlrl.learner.loss import policy_loss, reduce_metrics, reduce_value_metrics, token_weights
 from npu_vlrl.learner.meter import Meter
 from npu_vlrl.learner.optimizer import new_optimizer, step_or_skip
-from npu_vlrl.learner.pack import MicroBatch, collate, idle, plan_ranks
+from npu_vlrl.learner.pack import MicroBatch, batches_of_rank
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.schedule import learning_rate
+from npu_vlrl.learner.shard import ShardedPolicy
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Sample, Scores
@@ -51,13 +51,17 @@ class Learner:
         critic: CriticConfig | None = None,
         ranks: Ranks | None = None,
         platform: Platform | None = None,
+        divide: Callable[[Policy], ShardedPolicy] | None = None,
     ) -> None:
         """`temperature` is that of the rollouts; `total_steps` is the number of calls of `step` in the whole run.
 
         Of several `ranks` each is given all samples, computes its share, and ends with the results of all. `platform`
-        is that of the policy's device, and else the selected one.
+        is that of the policy's device, and else the selected one. With `divide`, which makes one of a
+        policy, a `ShardedPolicy` learns, and `policy` stays whole and follows it.
         """
-        self.policy = policy
+        self.whole = policy
+        self.policy: Policy = divide(policy.copy()) if divide else policy
+        own: Callable[[Policy], Policy] = divide or (lambda made: made)
         self.vision = vision
         self.config = config
         self.algorithm = algorithm
@@ -69,31 +73,23 @@ class Learner:
         self.updates = 0
         self.skipped: list[str] = []
         """Samples whose update was left out because something was not finite."""
-        self.parameters = policy.trainable()
+        self.parameters = self.policy.trainable()
         self.optimizer = new_optimizer(self.parameters, optim)
         self.reference: Policy | None = None
         self._reference_vision = vision
         if algorithm.kl_coef and policy.has_adapter:
-            self.reference = policy
+            self.reference = self.policy
         elif algorithm.kl_coef:
-            self.reference = Policy(_frozen_copy(policy), policy.special, policy.n_tokens, policy.merge_size)
+            copied = policy.copy()
+            copied.model.requires_grad_(False).eval()
+            self.reference = own(copied)
             if not policy.vision_is_frozen:  # a frozen tower gives both the same features
                 self._reference_vision = VisionFeatures(self.reference, vision.processor, vision.cache_bytes)
         critic = critic or CriticConfig()
         self.critic: Critic | None = None
         if algorithm.needs_critic:
-            self.critic = Critic(policy, vision, critic, optim, self._hidden)
+            self.critic = Critic(self.policy, vision, critic, optim, self._hidden, lambda: own(backbone(policy)))
         self._critic_warmup = critic.warmup_steps * config.updates * config.epochs
-
-    @property
-    def tokens_referenced(self) -> float:
-        """Tokens of the samples that went through the layers of this rank so far, each pass counted."""
-        return self.meter.counts.tokens_referenced
-
-    @property
-    def tokens_computed(self) -> float:
-        """Of these, what is left when a beginning that samples of a micro-batch share counts once."""
-        return self.meter.counts.tokens_computed
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with what the algorithm asks of the reference, of the critic and of the policy as it is now.
@@ -110,7 +106,7 @@ class Learner:
         bounds = np.cumsum([0, *(sample.n_scored for sample in samples)]).tolist()
         starts = {sample.id: start for sample, start in zip(samples, bounds, strict=False)}
         found = torch.zeros(len(asked), bounds[-1], dtype=torch.float64)
-        for batch in self._micro_batches(samples):
+        for batch in self._in_turn(samples):
             lengths = torch.bincount(batch.sample_N, minlength=len(batch.sample_ids)).tolist()
             for name, scores in zip(batch.sample_ids, self._scores(batch).split(lengths, dim=1), strict=True):
                 found[:, starts[name] : starts[name] + scores.shape[1]] = scores
@@ -149,6 +145,7 @@ class Learner:
                 extra["skipped_updates"] += None in norms.values()
                 extra |= {name: math.nan if norm is None else norm for name, norm in norms.items()}
         extra |= {f"critic/{name}": value for name, value in reduce_value_metrics(critic).items() if critic}
+        self.publish()
         extra["lr"] = self.optimizer.param_groups[0]["lr"]
         return reduce_metrics(metrics) | extra | self.meter.metrics()
 
@@ -158,14 +155,25 @@ class Learner:
         self.policy.model.train()
         tokens = sum(sample.n_trained for sample in samples)
         total = 0.0
-        for batch in self._micro_batches(samples):
+        for batch in self._in_turn(samples):
             logprobs_N, _ = self._score(batch, self.policy, self.vision, 1.0)
             loss = -logprobs_N.sum() / tokens
             loss.backward()
             total += loss.item()
         self.ranks.sum_gradients(self.optimizer)
         self._apply(lr)
+        self.publish()
         return float(self.ranks.sum(torch.tensor(total, dtype=torch.float64)))
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank holds a part only, see `ShardedPolicy`."""
+        return isinstance(self.policy, ShardedPolicy)
+
+    def publish(self) -> None:
+        """Brings the whole policy up to the one that learns, where these are two; every rank calls it."""
+        if isinstance(self.policy, ShardedPolicy):
+            self.policy.write_into(self.whole)
 
     def forget_features(self) -> None:
         """Empties the caches of vision features, as they are when a run is resumed.
@@ -186,7 +194,7 @@ class Learner:
         total = critic_total = 0.0
         tokens = sum(sample.n_trained if self.algorithm.loss_mask else sample.n_scored for sample in samples)
         states = sum(int(sample.credit.critic_N.sum()) for sample in samples if sample.credit is not None)
-        for batch in self._micro_batches(samples):
+        for batch in self._in_turn(samples):
             with torch.set_grad_enabled(learns):
                 hidden_NH = self._hidden(batch, self.policy, self.vision)
                 loss, new, finite_N = self._policy_loss(batch, hidden_NH, tokens, len(samples))
@@ -213,7 +221,7 @@ class Learner:
         norms: dict[str, float | None] = {}
         if self.critic is not None:
             self.ranks.sum_gradients(self.critic.optimizer)
-            norms["critic/grad_norm"] = self.critic.apply(skip or not math.isfinite(critic_total))
+            norms["critic/grad_norm"] = self.critic.apply(skip or not math.isfinite(critic_total), self.ranks.sum)
         if learns:
             self.ranks.sum_gradients(self.optimizer)
             norms["grad_norm"] = self._apply(learning_rate(self.optim, self.updates, self.total_updates), skip)
@@ -270,17 +278,23 @@ class Learner:
         return loss, metrics, finite_N
 
     def _apply(self, lr: float, skip: bool = False) -> float | None:
-        return step_or_skip(self.optimizer, self.optim.max_grad_norm, lr, skip)
+        return step_or_skip(self.optimizer, self.optim.max_grad_norm, lr, skip, self.ranks.sum)
+
+    def _in_turn(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank, each to be done with before the next is asked for."""
+        used = (self.policy, self.reference, self.critic.policy if self.critic else None)
+        for batch in self._micro_batches(samples):
+            yield batch
+            for policy in used:
+                if policy is not None:
+                    policy.divide()
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Those of this rank; every rank has as many."""
-        budget, placeholder = self.optim.micro_batch_tokens, self.policy.special.image
-        planned = plan_ranks(samples, budget, placeholder, self.ranks.size, self._cost)[self.ranks.rank]
-        batches = [
-            collate([samples[i] for i in indices], self.policy) if indices else idle(samples[0], self.policy)
-            for indices in planned
-        ]
-        self.meter.planned(batches, sum(len(samples[i]) for indices in planned for i in indices))
+        ranks = self.ranks.rank, self.ranks.size
+        batches = batches_of_rank(samples, self.optim.micro_batch_tokens, self.policy, ranks, self._cost)
+        lengths = {sample.id: len(sample) for sample in samples}
+        self.meter.planned(batches, sum(lengths[name] for batch in batches for name in batch.sample_ids))
         return batches
 
     def _cost(self, samples: Sequence[Sample], tree: Tree) -> float:
@@ -293,13 +307,18 @@ class Learner:
 
     def _hidden(self, batch: MicroBatch, policy: Policy, vision: VisionFeatures) -> Tensor:
         """Hidden states [N, hidden] that predict the scored tokens."""
-        before = vision.referenced, vision.encoded
-        features = vision.differentiable(batch.images)
-        self.meter.layers(policy, batch, vision, before)
-        hidden_TH = policy.hidden_packed(
-            batch.token_ids_T, batch.position_ids_3T, batch.tree, [features[i] for i in batch.image_order]
-        )
-        return hidden_TH[batch.before_N]
+
+        def work() -> Tensor:
+            before = vision.referenced, vision.encoded
+            found = vision.differentiable(batch.images, policy)
+            self.meter.layers(policy, batch, vision, before)
+            features = [found[i] for i in batch.image_order]
+            if batch.images_elsewhere and isinstance(policy, ShardedPolicy) and policy.tower_is_divided:
+                features = [policy.no_picture()]
+            hidden_TH = policy.hidden_packed(batch.token_ids_T, batch.position_ids_3T, batch.tree, features)
+            return hidden_TH[batch.before_N]
+
+        return policy.gathered(work)
 
     def _logprobs(
         self, batch: MicroBatch, policy: Policy, hidden_NH: Tensor, temperature: float
@@ -312,8 +331,9 @@ class Learner:
 
         def of(at: Tensor | slice, forbidden_V: Tensor | None) -> tuple[Tensor, Tensor]:
             hidden, targets = hidden_NH[at], batch.target_ids_N[at]
-            if not len(targets):  # kernels need a row; the result is still tied to the layers
-                return hidden.sum(1), hidden.sum(1)
+            if not len(targets):  # kernels need a row; the result is still tied to the layers and the head
+                nothing = (hidden + policy.head_weight[:0]).sum(1)
+                return nothing, nothing
             chunk = self.optim.logprob_chunk
             return op("logprob_entropy")(hidden, policy.head_weight, targets, temperature, forbidden_V, chunk)
 
@@ -365,16 +385,13 @@ class Learner:
 
     def _check_gap(self, metrics: Sequence[dict[str, Tensor]]) -> None:
         # not max() over all: NaN would hide the gap of another micro-batch; an update with NaN is skipped later
-        most = self.config.max_logprob_gap or (1.0 if self.policy.head_weight.element_size() == 2 else 0.05)
+        most = self.config.max_logprob_gap or (1.0 if self.policy.dtype.itemsize == 2 else 0.05)
         gap = max((g for part in metrics if (g := float(part["gap_max"])) > most), default=0.0)
         if gap:
             self.optimizer.zero_grad(set_to_none=True)
+            self.policy.model.zero_grad(set_to_none=True)
             raise LearnerError(
                 f"the learner's log-probability of a token differs by {gap:.3g} from the engine's, more than "
                 f"algorithm.max_logprob_gap={most}: engine and learner do not hold the same "
                 "weights, images or tokens, or their precision is too low"
             )
-
-
-def _frozen_copy(policy: Policy) -> torch.nn.Module:
-    return copy.deepcopy(policy.model).requires_grad_(False).eval()

@@ -6,7 +6,8 @@ Positions and masks are always explicit; nothing of the model's own decoding sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +51,13 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return self.head_weight.device
+        """Where it computes."""
+        return self.forbidden_V.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its layers compute in."""
+        return self.head_weight.dtype
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
@@ -108,6 +115,21 @@ class Policy:
         positions = positions_3T[:, None] if self.vision is not None else positions_3T[:1]
         output = self.text(inputs_embeds=embeds_TH[None], position_ids=positions, use_cache=False, **extra)
         return output.last_hidden_state[0]
+
+    tower_is_divided = False
+    """Whether the ranks that compute an update must all run the tower as soon as one does."""
+
+    def gathered(self, work: Callable[[], Tensor]) -> Tensor:
+        """Does work that goes through the model. Its head may be read until `divide`, and gradients flow through it."""
+        return work()
+
+    def divide(self) -> None:
+        """Ends what `gathered` began; a policy that is whole has nothing to do."""
+
+    def copy(self) -> Policy:
+        """With weights of its own, but for a frozen tower, which both share."""
+        shared = {id(self.vision): self.vision} if self.vision is not None and self.vision_is_frozen else {}
+        return Policy(copy.deepcopy(self.model, shared), self.special, self.n_tokens, self.merge_size)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

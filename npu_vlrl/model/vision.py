@@ -49,7 +49,7 @@ class VisionFeatures:
         new = list({i.image.hash: i for i in images if i.image.hash not in found}.values())
         if new:
             with torch.no_grad():
-                for image, features in zip(new, self._encode(new), strict=True):
+                for image, features in zip(new, self._encode(new, self.policy), strict=True):
                     found[image.image.hash] = self._kept[image.image.hash] = features
         for image in images:
             self._kept.move_to_end(image.image.hash)
@@ -57,21 +57,24 @@ class VisionFeatures:
             self._evict()
         return [found[image.image.hash] for image in images]
 
-    def differentiable(self, images: Sequence[ImageInput]) -> list[Tensor]:
-        """Features with a graph when the tower is trained; `images` must be distinct."""
-        if self.policy.vision_is_frozen:
+    def differentiable(self, images: Sequence[ImageInput], policy: Policy | None = None) -> list[Tensor]:
+        """Features with a graph when the tower is trained; `images` must be distinct. `policy` has the same weights as
+        that of these features, perhaps divided.
+        """
+        policy = policy or self.policy
+        if policy.vision_is_frozen:
             return self.fixed(images)
         self.referenced += len(images)
-        return self._encode(images)
+        return self._encode(images, policy)
 
-    def _encode(self, images: Sequence[ImageInput]) -> list[Tensor]:
+    def _encode(self, images: Sequence[ImageInput], policy: Policy) -> list[Tensor]:
         if not images:
             return []
         if self.processor is None:
             raise ValueError("the model folder has no image processor, but a sample has images; use a VL model")
         self.encoded += len(images)
         patches = torch.cat([self.processor.patches(image) for image in images])
-        return self.policy.encode(patches, [image.grid for image in images])
+        return policy.encode(patches, [image.grid for image in images])
 
     def _evict(self) -> None:
         size = sum(f.numel() * f.element_size() for f in self._kept.values())

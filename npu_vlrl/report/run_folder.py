@@ -20,11 +20,15 @@ from npu_vlrl.workflow.environments.formats import Format, make_format
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "pillow", "math-verify")
 
 
+FREE: Any = {"run": True, "sync": True, "ray": True, "train": {"steps", "learners", "shard", "offload"}}
+"""What may be another when a run goes on: where it writes, and how its work is shared out."""
+
+
 class RunFolder:
     """Looks at `run.dir` and writes nothing before `begin`.
 
     Raises ConfigError when it exists and `run.if_exists` is `raise`, or when a resumed run was configured differently
-    (more steps and other `run.*`, `sync.*` and `ray.*` settings are allowed).
+    (more steps, other learners, and other `run.*`, `sync.*` and `ray.*` settings are allowed).
     """
 
     def __init__(self, config: Config) -> None:
@@ -89,10 +93,7 @@ class RunFolder:
             raise ConfigError(
                 f"run.dir: {self.path} holds a run; continue it with run.if_exists=resume or choose another run.dir"
             )
-        before, now = (
-            c.model_dump(exclude={"run": True, "sync": True, "ray": True, "train": {"steps"}})
-            for c in (load_config(self.path / "config.yaml"), config)
-        )
+        before, now = (c.model_dump(exclude=FREE) for c in (load_config(self.path / "config.yaml"), config))
         changed = [f"{s}.{k}" for s in now for k in (now[s] or {}) if now[s][k] != (before[s] or {}).get(k)]
         if changed:
             raise ConfigError(f"run.dir: {self.path} was configured differently in {', '.join(changed)}; cannot resume")

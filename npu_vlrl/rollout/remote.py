@@ -30,18 +30,18 @@ T = TypeVar("T")
 
 
 def channels(world: World) -> list[Channel]:
-    """The learner's channels to all engines, by rank."""
+    """The channels of rank 0 to all others, by rank."""
     return [world.channel(rank) for rank in range(1, world.size)]
 
 
 def begin(world: World, scratch: Path) -> None:
-    """Lets the engine processes load their models; `scratch` is where a `tiny:` model is, or may be written."""
+    """Lets the other processes load their models; `scratch` is where a `tiny:` model is, or may be written."""
     for channel in channels(world):
         channel.send("begin", {"scratch": str(scratch)})
 
 
 def stop(world: World) -> None:
-    """Lets the engine processes end, those that are still there."""
+    """Lets the other processes end, those that are still there."""
     for channel in channels(world):
         with suppress(PeerError):
             channel.send("stop")
@@ -57,9 +57,10 @@ class SharedEngine(RoundEngine):
         Raises EngineError when one cannot, and PeerError when one is gone.
         """
         super().__init__()
-        self.links = [_Link(channel, world.timeout_s) for channel in channels(world)]
-        for link in self.links:
+        others = {channel.peer.rank: _Link(channel, world.timeout_s) for channel in channels(world)}
+        for link in others.values():
             link.receive("ready", world.start_timeout_s)
+        self.links = [others[rank] for rank in world.engines]
         self._places: list[_Here | _Link] = [*([_Here(own)] if own else []), *self.links]
         self._homes: dict[int, _Here | _Link] = {}
         """Where each open session is."""

@@ -59,7 +59,7 @@ class WeightSender:
         self.world = world
         self.bucket_bytes = bucket_bytes
         self._parameters = distinct(parameters)
-        self._channels = [world.channel(rank) for rank in range(1, world.size)]
+        self._channels = [world.channel(rank) for rank in world.engines]
         self._facts = self._agree()
         self._committed: dict[str, int] = {}
         """The version counter of each tensor when the engines last took it."""
@@ -136,7 +136,7 @@ class WeightSender:
                     staged[channel.peer.rank] = _expect(channel, "staged", self.world.timeout_s).content["sums"]
 
         try:
-            sums = guarded(lambda: _send(buckets), self.world, look, self.world.timeout_s)
+            sums = guarded(lambda: _send(buckets, self.world.weights_group), self.world, look, self.world.timeout_s)
         except TransferTimeout:
             late = [channel.peer for channel in self._channels if channel.peer.rank not in staged]
             others = f"; neither did {', '.join(map(str, late[1:]))}" if late[1:] else ""
@@ -222,7 +222,7 @@ class _Buckets:
         return list(views.values()), [self._parameters[name].detach() for name in views]
 
 
-def _send(buckets: _Buckets) -> Sums:
+def _send(buckets: _Buckets, group: dist.ProcessGroup | None) -> Sums:
     """Packing goes on while the bucket before it travels; a bucket travels while its checksum is made."""
     works: list[dist.Work] = []
     for bucket in range(buckets.count):
@@ -230,19 +230,19 @@ def _send(buckets: _Buckets) -> Sums:
             works[bucket - 2].wait()  # the buffer is free again
             buckets.step_aside()
         buckets.pack(bucket)
-        works.append(dist.broadcast(buckets.buffer(bucket), LEARNER, async_op=True))
+        works.append(dist.broadcast(buckets.buffer(bucket), LEARNER, group=group, async_op=True))
         buckets.sums.take(bucket, buckets.buffer(bucket))
     for work in works[-2:]:
         work.wait()
     return buckets.sums.read()
 
 
-def _receive(buckets: _Buckets) -> Sums:
+def _receive(buckets: _Buckets, group: dist.ProcessGroup | None) -> Sums:
     """Loads a bucket while the next one travels."""
     works: list[dist.Work] = []
     for bucket in range(buckets.count):
         for ahead in range(len(works), min(bucket + 2, buckets.count)):
-            works.append(dist.broadcast(buckets.buffer(ahead), LEARNER, async_op=True))
+            works.append(dist.broadcast(buckets.buffer(ahead), LEARNER, group=group, async_op=True))
         works[bucket].wait()
         buckets.step_aside()
         buckets.sums.take(bucket, buckets.buffer(bucket))
@@ -296,7 +296,7 @@ class WeightReceiver:
                 raise PeerError(self._channel.peer, "gave up in the middle of an update of the weights")
 
         try:
-            return guarded(lambda: _receive(buckets), self.world, look, self._patience_s)
+            return guarded(lambda: _receive(buckets, self.world.weights_group), self.world, look, self._patience_s)
         except TransferTimeout:
             what = f"did not finish a transfer of weights within {self._patience_s:g} s"
             raise PeerError(self._channel.peer, what) from None

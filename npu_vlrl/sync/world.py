@@ -1,4 +1,4 @@
-"""The processes of one training, as torchrun started them: the learner, and the engines, which may learn with it."""
+"""The processes of one training, as torchrun started them: learners and engines; one may be both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
@@ -47,7 +47,7 @@ def is_engine() -> bool:
 
 
 class World:
-    """This process's place among the others. Rank 0 is the learner; it has a channel to every engine, and each engine
+    """This process's place among the others. Rank 0 runs the loop; it has a channel to every other process, and each
     has one to it. Weights and gradients go through torch.distributed, whose default group spans all of them.
     """
 
@@ -59,8 +59,11 @@ class World:
         channels: dict[int, Channel],
         timeout_s: float,
         start_timeout_s: float,
+        learners: int = 1,
     ) -> None:
-        """`timeout_s` is how long an answer or a transfer may take, once the processes have started."""
+        """`timeout_s` is how long an answer or a transfer may take, once the processes have started. The first
+        `learners` learn; the others sample, or all do if all learn. All processes make their `World` at the same time.
+        """
         self._platform = platform
         self.rank = rank
         self.peers = tuple(peers)
@@ -70,6 +73,12 @@ class World:
         self._works: SimpleQueue[Callable[[], None]] | None = None
         self.abandoned = False
         """A collective was given up, and may wait in its thread for ever."""
+        self.learners = range(learners)
+        self.engines = range(1 if learners == self.size else learners, self.size)
+        """Those that sample, but for rank 0."""
+        apart = 1 < learners < self.size
+        self.weights_group = self._group([LEARNER, *self.engines]) if apart else None
+        """Rank 0 and the engines; None for all processes."""
 
     @property
     def size(self) -> int:
@@ -78,11 +87,15 @@ class World:
     def channel(self, rank: int) -> Channel:
         return self._channels[rank]
 
-    def new_group(self) -> dist.ProcessGroup:
-        """A group of all processes, which call this at the same time; its collectives wait `timeout_s` at most."""
-        group = dist.new_group(backend=self._platform.process_group_backend, timeout=timedelta(seconds=self.timeout_s))
-        assert group is not None  # this process is in it
-        return group
+    def learners_group(self) -> dist.ProcessGroup | None:
+        """A group of all learners; None in a process that is none. All processes call this at the same time."""
+        return self._group(self.learners)
+
+    def _group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        """Its collectives wait `timeout_s` at most."""
+        members, timeout = list(ranks), timedelta(seconds=self.timeout_s)
+        group = dist.new_group(members, backend=self._platform.process_group_backend, timeout=timeout)
+        return group if self.rank in members else None
 
     def start(self, work: Callable[[], None]) -> None:
         """Runs it in a second thread, which has the process's device; nothing waits for that at the end.
@@ -114,8 +127,9 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S) -> World:
-    """Joins the other processes; each takes the device of its local rank. All processes call it at the same time.
+def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S, learners: int = 1) -> World:
+    """Joins the other processes; each takes the device of its local rank. All processes call it at the same time. The
+    first `learners` learn, see `World`.
 
     Raises HardwareError without that device, and PeerError when another process does not come in `start_timeout_s`.
     """
@@ -124,7 +138,8 @@ def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TI
     platform.set_device(local_rank())
     if local_size == size:
         keep_gloo_on_this_machine()
-    me = Peer(rank, f"engine {rank}" if rank else "learner", socket.gethostname(), os.getpid())
+    kind = f"learner {rank}" if rank < learners < size else f"engine {rank}"
+    me = Peer(rank, kind if rank else "learner", socket.gethostname(), os.getpid())
     try:
         dist.init_process_group(platform.process_group_backend, timeout=timedelta(seconds=start_timeout_s))
     except RuntimeError as error:
@@ -141,7 +156,7 @@ def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TI
         welcome = channels[LEARNER].receive(start_timeout_s)
         peers = [Peer(*values) for values in welcome.content["peers"]]
         channels[LEARNER].peer = peers[LEARNER]
-    return World(platform, rank, peers, channels, timeout_s, start_timeout_s)
+    return World(platform, rank, peers, channels, timeout_s, start_timeout_s, learners)
 
 
 def _connect(store: dist.Store, host: str, me: Peer, timeout_s: float) -> Channel:

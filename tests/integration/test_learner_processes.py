@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from functools import cache
@@ -89,6 +90,27 @@ def test_several_learners_repeat_the_training_of_one(size: int, setting: str, al
     assert "learning and sampling in engine 1 (rank 1, process " in log(tmp_path, 0).read_text()
 
 
+@pytest.mark.timeout(240)
+def test_two_learners_with_a_part_each_and_an_engine_repeat_the_training_of_one(alone: ALONE, tmp_path: Path) -> None:
+    """Then one process goes on from what they wrote, and after it two that learn and sample."""
+    divided = ["train.shard=true", "train.offload=true"]
+    words = command(tmp_path, *WORDS, "train.learners=2", *divided)
+    assert finish(start(3, words, tmp_path), 150) == [0, 0, 0], said(tmp_path, 3)
+    run, output = tmp_path / "run", log(tmp_path, 0).read_text()
+    assert (
+        "\nlearning in learner 1 (rank 1, process " in output and "\nsampling in engine 2 (rank 2, process " in output
+    )
+    assert close(numbers(run), numbers(alone("grpo")), 1e-4) and tokens(run) == tokens(alone("grpo"))
+    steps = [line for line in lines(run, "metrics.jsonl") if "grad_norm" in line]
+    assert len(steps) == 4 and all(step["sync/bytes"] > 10**5 for step in steps)
+    for size, more in ((1, []), (2, ["train.learners=all", "train.shard=true"])):
+        shutil.rmtree(run / "checkpoints" / "step-00000004")
+        words = command(tmp_path, *WORDS, "run.if_exists=resume", *more)
+        assert finish(start(size, words, tmp_path), 110) == [0] * size, said(tmp_path, size)
+        assert "after 3 steps" in log(tmp_path, 0).read_text()
+        assert close(numbers(run), numbers(alone("grpo")), 1e-4) and tokens(run) == tokens(alone("grpo"))
+
+
 # --- what is wrong is seen -------------------------------------------------------------------------------------------
 
 
@@ -104,6 +126,12 @@ def test_gradients_that_are_not_summed_give_other_numbers(alone: ALONE, tmp_path
     words = faulty("not summed, not compared", tmp_path, "algorithm.max_logprob_gap=1000")
     assert finish(start(2, words, tmp_path), 60) == [0, 0], said(tmp_path, 2)
     assert not close(numbers(tmp_path / "run"), numbers(alone("grpo")), 1e-4)
+
+
+def test_learners_that_nobody_samples_for(tmp_path: Path) -> None:
+    assert finish(start(2, command(tmp_path, *WORDS, "train.learners=2"), tmp_path), 60) == [2, 2], said(tmp_path, 2)
+    expected = "npu-vlrl: train.learners=2 leaves none of 2 started processes to sample for the learners; start more"
+    assert all(expected in log(tmp_path, rank).read_text() for rank in range(2))
 
 
 # --- whoever ends ----------------------------------------------------------------------------------------------------

@@ -319,6 +319,6 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_serves(finished: Path, u
 
 
 def test_the_weights_at_the_end_are_those_of_the_last_checkpoint(unbroken: Path) -> None:
-    saved = checkpoint.load(unbroken / "checkpoints" / "step-00000004", torch.device("cpu")).weights
+    saved = checkpoint.load(unbroken / "checkpoints" / "step-00000004").weights
     exported = plain_model(unbroken / "export").state_dict()
     assert len(saved) > 50 and all(torch.equal(tensor, exported[name]) for name, tensor in saved.items())

@@ -13,7 +13,6 @@ from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import Checkpoint, CheckpointError, latest, load, save
 
 FILES = ("optimizer.safetensors", "rng.safetensors", "state.json", "weights.safetensors")
-CPU = torch.device("cpu")
 
 
 def content(step: int) -> Checkpoint:
@@ -37,8 +36,8 @@ def same(first: Checkpoint, second: Checkpoint) -> bool:
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     path = save(tmp_path / "new" / "folder", content(3), keep=2)
     assert path.name == "step-00000003" and latest(path.parent) == path
-    assert same(load(path, CPU), content(3))
-    assert not same(load(path, CPU), content(4))
+    assert same(load(path), content(3))
+    assert not same(load(path), content(4))
 
 
 def test_files_are_json_and_safetensors_and_nothing_else(tmp_path: Path) -> None:
@@ -116,9 +115,9 @@ def test_the_previous_one_survives_a_kill_at_any_point(tmp_path: Path, call: int
     patches = kill_at(call, die)
     with patches[0], patches[1], pytest.raises(Killed):
         save(tmp_path, content(2), keep=1)
-    assert same(load(previous, CPU), content(1))
+    assert same(load(previous), content(1))
     found = latest(tmp_path)
-    assert found is not None and same(load(found, CPU), content(1 if call <= 9 else 2))
+    assert found is not None and same(load(found), content(1 if call <= 9 else 2))
     # the next run comes by with another rhythm, and leaves nothing of the dead one behind
     save(tmp_path, content(5), keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
@@ -134,7 +133,7 @@ def test_the_previous_one_survives_a_process_that_vanishes(tmp_path: Path) -> No
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert [p.name for p in tmp_path.glob(".*")] == [".step-00000002.partial"]
-    assert latest(tmp_path) == previous and same(load(previous, CPU), content(1))
+    assert latest(tmp_path) == previous and same(load(previous), content(1))
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -162,7 +161,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Any) -> None
     path = save(tmp_path, content(1), keep=1)
     damage(path / name)
     with pytest.raises(CheckpointError, match=f"checkpoint file .*step-00000001/{name} cannot be read: .*; remove"):
-        load(path, CPU)
+        load(path)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "7", "null", '"x"'])
@@ -170,7 +169,7 @@ def test_a_state_that_is_no_mapping(tmp_path: Path, text: str) -> None:
     path = save(tmp_path, content(1), keep=1)
     (path / "state.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"step-00000001/state\.json cannot be read"):
-        load(path, CPU)
+        load(path)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"step": 2}'])
@@ -178,10 +177,10 @@ def test_a_state_of_another_step(tmp_path: Path, text: str) -> None:
     path = save(tmp_path, content(1), keep=1)
     (path / "state.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"state\.json is not that of the step in the folder's name"):
-        load(path, CPU)
+        load(path)
 
 
 def test_a_renamed_folder(tmp_path: Path) -> None:
     path = save(tmp_path, content(1), keep=1)
     with pytest.raises(CheckpointError, match="folder's name"):
-        load(path.rename(tmp_path / "best"), CPU)
+        load(path.rename(tmp_path / "best"))

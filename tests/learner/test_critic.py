@@ -240,7 +240,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(backbone: str) -> None:
         samples = assign_advantages(learner.score(episodes(loaded)), learner.algorithm)
         kept: dict[str, Tensor] = {}
 
-        def keep(skip: bool, learner: Learner = learner, kept: dict[str, Tensor] = kept) -> float:
+        def keep(skip: bool, add: Any, learner: Learner = learner, kept: dict[str, Tensor] = kept) -> float:
             assert not skip and learner.critic is not None
             kept |= {n: p.grad.clone() for n, p in learner.critic.parameters.items() if p.grad is not None}
             return 0.0

@@ -181,5 +181,5 @@ def test_each_picture_of_a_group_is_encoded_once() -> None:
     distinct = {image.image.hash for sample in samples for image in sample.images}
     assert learner.vision.encoded - before == len(distinct)
     beginnings = {(s.group, *s.token_ids[: i + 1]) for s in samples for i in range(len(s))}
-    assert learner.tokens_referenced == sum(map(len, samples)) > learner.tokens_computed
-    assert learner.tokens_computed <= len(beginnings)
+    assert learner.meter.counts.tokens_referenced == sum(map(len, samples)) > learner.meter.counts.tokens_computed
+    assert learner.meter.counts.tokens_computed <= len(beginnings)
