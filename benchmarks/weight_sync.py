@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from npu_vlrl.hardware import Platform, select
-from npu_vlrl.sync.weights import SyncReport, WeightReceiver, WeightSender
+from npu_vlrl.sync.weights import SyncReport, WeightReceiver, WeightSender, in_place
 from npu_vlrl.sync.world import World, join
 
 LAYER = {
@@ -93,7 +93,7 @@ def learner(world: World, platform: Platform, weights: dict[str, torch.Tensor], 
 
 
 def engine(world: World, platform: Platform, weights: dict[str, torch.Tensor], options: argparse.Namespace) -> None:
-    receiver = WeightReceiver(world, weights)
+    receiver = WeightReceiver(world, in_place(weights))
     while (message := world.channel(0).receive()).kind == "weights":
         receiver.receive(message)
     total = sum(-(-tensor.numel() * 2 // 512) * 512 for tensor in weights.values())

@@ -11,7 +11,7 @@ either all of the new version or all of the old one.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -84,11 +84,11 @@ class WeightSender:
         update = {"version": version, "names": changed, "bucket_bytes": self.bucket_bytes, "plan": plan.checksum}
         self._tell("weights", update)
         for channel in self._channels:
-            _expect(channel, "planned", self.world.timeout_s)
-        self._transfer(plan)
+            expect(channel, "planned", self.world.timeout_s)
+        self._transfer(plan, version)
         self._tell("commit")
         for channel in self._channels:
-            _expect(channel, "committed", self.world.timeout_s)
+            expect(channel, "committed", self.world.timeout_s)
         self._committed, self._version = counters, version
         return SyncReport(plan.size, len(changed), len(plan.bucket_sizes), time.monotonic() - began)
 
@@ -96,7 +96,7 @@ class WeightSender:
         """What each parameter looks like on the wire: our shape in the engines' dtype."""
         agreed: dict[str, Fact] = {}
         for channel in self._channels:
-            answer = _expect(channel, "parameters", self.world.start_timeout_s)
+            answer = expect(channel, "parameters", self.world.start_timeout_s)
             theirs = {fact.name: fact for fact in map(Fact.from_json, answer.content["facts"])}
             for name, tensor in self._parameters.items():
                 ours, found = Fact.of(name, tensor), theirs.get(name)
@@ -122,7 +122,7 @@ class WeightSender:
         for channel in self._channels:
             channel.send(kind, content)
 
-    def _transfer(self, plan: Plan) -> None:
+    def _transfer(self, plan: Plan, version: int) -> None:
         """Sends the buckets, and returns when every engine has them. Raises PeerError or SyncError, see `send`."""
         staged: dict[int, Sums] = {}
 
@@ -131,7 +131,7 @@ class WeightSender:
                 channel.check_alive()
             for channel in self._channels:
                 if channel.peer.rank not in staged and channel.waiting():
-                    staged[channel.peer.rank] = _expect(channel, "staged", self.world.timeout_s).content["sums"]
+                    staged[channel.peer.rank] = expect(channel, "staged", self.world.timeout_s).content["sums"]
 
         try:
             sums = guarded(lambda: self._broadcast(plan), self.world, look, self.world.timeout_s)
@@ -146,7 +146,7 @@ class WeightSender:
             raise SyncError(f"the transfer of weights failed: {error}") from error
         for channel in self._channels:
             if channel.peer.rank not in staged:
-                staged[channel.peer.rank] = _expect(channel, "staged", self.world.timeout_s).content["sums"]
+                staged[channel.peer.rank] = expect(channel, "staged", self.world.timeout_s).content["sums"]
         self._compare(sums, staged)
 
     def _broadcast(self, plan: Plan) -> Sums:
@@ -182,23 +182,51 @@ class WeightSender:
             self._tell("drop")
             raise SyncError(
                 f"the weights that arrived are not those that were sent: {', '.join(wrong)}. The engines keep the "
-                "version before; check the interconnect"
+                "version before; check the interconnect, or the disk with sync.through=disk"
             )
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What an engine holds, and how it takes new weights."""
+
+    facts: tuple[Fact, ...]
+    """All its parameters, since it does not know which are trained."""
+    room: Callable[[int], Tensor]
+    """Memory for a bucket of so many bytes: uint8, on the device that the collective writes to."""
+    take: Callable[[Plan, Sequence[Tensor]], None]
+    """Copies what lies in the buckets into the weights."""
+
+
+def in_place(parameters: Mapping[str, Tensor]) -> Holder:
+    """Of an engine whose parameters are tensors of this process."""
+    devices = {tensor.device for tensor in parameters.values()}
+
+    def room(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=next(iter(devices)))
+
+    @torch.no_grad()
+    def take(plan: Plan, buckets: Sequence[Tensor]) -> None:
+        for number, bucket in enumerate(buckets):
+            views = plan.views(number, bucket)
+            torch._foreach_copy_([parameters[name] for name in views], list(views.values()))
+
+    return Holder(tuple(Fact.of(name, tensor) for name, tensor in parameters.items()), room, take)
 
 
 class WeightReceiver:
     """An engine's side. While an update is on its way, it takes as much memory again as is sent."""
 
-    def __init__(self, world: World, parameters: Mapping[str, Tensor]) -> None:
-        """Tells the learner which parameters this engine has: all of them, since it does not know what is trained."""
+    def __init__(self, world: World, holder: Holder) -> None:
+        """Tells the learner which parameters this engine has."""
         self.world = world
         self.version: int | None = None
-        self._parameters = dict(parameters)
+        self._holder = holder
+        self._facts = {fact.name: fact for fact in holder.facts}
         self._channel = world.channel(LEARNER)
         # the learner is the judge of what takes too long: it knows every engine, and says which one is late
         self._patience_s = 2 * world.timeout_s
-        facts = [Fact.of(name, tensor).to_json() for name, tensor in self._parameters.items()]
-        self._channel.send("parameters", {"facts": facts})
+        self._channel.send("parameters", {"facts": [fact.to_json() for fact in holder.facts]})
 
     def receive(self, message: Message) -> int | None:
         """Answers a message of kind "weights". Returns the new version, None when the learner dropped the update.
@@ -207,31 +235,26 @@ class WeightReceiver:
         gone or gives up; the weights are then those of the version before.
         """
         update = message.content
-        facts = [Fact.of(name, self._parameters[name]) for name in update["names"]]
-        plan = make_plan(facts, update["bucket_bytes"])
+        plan = make_plan([self._facts[name] for name in update["names"]], update["bucket_bytes"])
         if plan.checksum != update["plan"]:
             raise SyncError("learner and engine plan the buckets differently; run the same release on all machines")
         buckets = self._room(plan)
         self._channel.send("planned")
-        self._channel.send("staged", {"sums": self._take(buckets)})
-        if _expect(self._channel, ("commit", "drop"), self._patience_s).kind == "drop":
+        self._channel.send("staged", {"sums": self._stage(plan, buckets)})
+        if expect(self._channel, ("commit", "drop"), self._patience_s).kind == "drop":
             return None
-        with torch.no_grad():
-            for number, bucket in enumerate(buckets):
-                views = plan.views(number, bucket)
-                torch._foreach_copy_([self._parameters[name] for name in views], list(views.values()))
+        self._holder.take(plan, buckets)
         self.version = int(update["version"])
         self._channel.send("committed")
         return self.version
 
     def _room(self, plan: Plan) -> list[Tensor]:
         """Taken before the learner begins: a lack of memory is told to it, and nobody waits in a collective."""
-        if not plan.places:
-            return []
-        device = self._parameters[plan.places[0].fact.name].device
-        return [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.bucket_sizes]
+        return [self._holder.room(size) for size in plan.bucket_sizes]
 
-    def _take(self, buckets: Sequence[Tensor]) -> Sums:
+    def _stage(self, plan: Plan, buckets: Sequence[Tensor]) -> Sums:
+        """Fills the buckets; returns their checksums."""
+
         def look() -> None:
             if self._channel.waiting():
                 self._channel.check_alive()
@@ -270,7 +293,7 @@ def count_optimizer_steps() -> RemovableHandle:
     return register_optimizer_step_post_hook(count)
 
 
-def _expect(channel: Channel, kinds: str | tuple[str, ...], timeout_s: float) -> Message:
+def expect(channel: Channel, kinds: str | tuple[str, ...], timeout_s: float) -> Message:
     """The next message, which must be of one of these kinds. Raises SyncError with what an engine says went wrong."""
     message = channel.receive(timeout_s)
     if message.kind == "error":

@@ -35,8 +35,18 @@ def started_processes() -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its machine, which is that of its device; 0 without torchrun."""
+    """This process's number on its machine; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def own_device(learners: int, per_engine: int) -> int:
+    """Number of this process's device on its machine, the first of `per_engine` if it is an engine.
+
+    The first `learners` processes of all have one each. On each machine learners come first, and engines after them.
+    """
+    first = int(os.environ.get("RANK", "0")) - local_rank()
+    learning = max(learners - first, 0)
+    return local_rank() if local_rank() < learning else learning + (local_rank() - learning) * per_engine
 
 
 def is_engine() -> bool:
@@ -57,9 +67,11 @@ class World:
         channels: dict[int, Channel],
         timeout_s: float,
         start_timeout_s: float,
+        device: int,
     ) -> None:
         """`timeout_s` is how long an answer or a transfer may take, once the processes have started."""
         self._platform = platform
+        self._device = device
         self.rank = rank
         self.peers = tuple(peers)
         self.timeout_s = timeout_s
@@ -83,7 +95,7 @@ class World:
 
     def enter_thread(self) -> None:
         """A new thread begins with device 0; this gives it the process's own."""
-        self._platform.set_device(local_rank())
+        self._platform.set_device(self._device)
 
     def close(self) -> None:
         """Ends the connections, and the process group unless a collective hangs in it."""
@@ -100,14 +112,17 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S) -> World:
-    """Joins the other processes; each takes the device of its local rank. All processes call it at the same time.
+def join(
+    platform: Platform, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S, device: int | None = None
+) -> World:
+    """Joins the other processes, with a device each: without `device` that of the local rank. All call it at one time.
 
     Raises HardwareError without that device, and PeerError when another process does not come in `start_timeout_s`.
     """
     rank, size = int(os.environ["RANK"]), started_processes()
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    platform.set_device(local_rank())
+    device = local_rank() if device is None else device
+    platform.set_device(device)
     if local_size == size:
         keep_gloo_on_this_machine()
     me = Peer(rank, f"engine {rank}" if rank else "learner", socket.gethostname(), os.getpid())
@@ -127,7 +142,7 @@ def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TI
         welcome = channels[LEARNER].receive(start_timeout_s)
         peers = [Peer(*values) for values in welcome.content["peers"]]
         channels[LEARNER].peer = peers[LEARNER]
-    return World(platform, rank, peers, channels, timeout_s, start_timeout_s)
+    return World(platform, rank, peers, channels, timeout_s, start_timeout_s, device)
 
 
 def _connect(store: dist.Store, host: str, me: Peer, timeout_s: float) -> Channel:

@@ -24,7 +24,7 @@ from npu_vlrl.hardware import select
 from npu_vlrl.kernels import use
 from npu_vlrl.sync import weights
 from npu_vlrl.sync.plan import Plan
-from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender
+from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender, in_place
 from npu_vlrl.sync.world import PeerError, World, join, leave
 from tests.support.ranks import free_port
 from tests.sync.models import Model, TinyModel, fingerprint, state, train
@@ -43,7 +43,7 @@ def told(error: Exception) -> Seen:
 def engine(world: World, model: Model, parameters: dict[str, Tensor] | None = None) -> Seen:
     """Takes updates until the learner stops it. An error of its own it tells, and waits for the end."""
     channel = world.channel(0)
-    receiver = WeightReceiver(world, parameters or model.parameters())
+    receiver = WeightReceiver(world, in_place(parameters or model.parameters()))
     history: list[Seen] = [{"version": receiver.version, **state(model)}]
     try:
         while (message := channel.receive()).kind == "weights":
@@ -266,9 +266,9 @@ def engine_stands_still(folder: Path, world: World) -> Seen:
     """The last engine is stopped, as a debugger would, before it takes the weights: alive, and silent."""
     transfer = WeightSender._transfer
 
-    def hurried(sender: WeightSender, plan: Plan) -> None:
+    def hurried(sender: WeightSender, plan: Plan, version: int) -> None:
         world.timeout_s = SHORT_S  # not before: on a busy machine the others may need longer to answer
-        transfer(sender, plan)
+        transfer(sender, plan, version)
 
     WeightSender._transfer = hurried  # type: ignore[method-assign]
     if world.rank == world.size - 1:
