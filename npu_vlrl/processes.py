@@ -59,7 +59,7 @@ def run_engine(config: Config) -> None:
             serve(world, in_process, follow(partial(new_learner, config, platform, ranks), platform))
         else:
             serve(world, in_vllm if config.rollout.engine == "vllm" else in_process, receiver(config))
-    world.close()
+        world.close()  # before vLLM's end, which ends this process's groups too
 
 
 def receiver(config: Config) -> Duties:
