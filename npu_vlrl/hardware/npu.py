@@ -59,7 +59,7 @@ class NpuPlatform(Accelerator):
         "TASK_QUEUE_ENABLE": Setting("1", "a second thread launches; 2 is faster, takes more memory, forbids graphs"),
         "CPU_AFFINITY_CONF": Setting("1", "a process stays on the cores that are near to its device"),
         "HCCL_CONNECT_TIMEOUT": Setting("600", "seconds; loading a large model from a slow disk takes over HCCL's 120"),
-        "VLLM_ASCEND_ENABLE_NZ": Setting("0", "vLLM could not wake weights in the format NZ, nor take new ones exactly"),
+        "VLLM_ASCEND_ENABLE_NZ": Setting("0", "vLLM cannot wake weights in the format NZ, nor take new ones exactly"),
     }
     # Totals; the matrix units alone reach 354e12 (B2, 9392) and 295e12 (B3). A 910C is two devices named 9392.
     peaks = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +19,7 @@ from npu_vlrl import processes
 from npu_vlrl.config import load_config
 from npu_vlrl.rollout import vllm
 from npu_vlrl.rollout.vllm import VllmEngine
+from npu_vlrl.rollout.vllm_worker import WeightTaker
 from npu_vlrl.sync.world import own_device
 from tests.support.models import load, tiny_folder
 
@@ -124,3 +128,38 @@ def test_workers_see_the_devices_of_their_engine(recorded: None, monkeypatch: py
     llm: RecordingLLM = made._llm
     assert llm.shown == "card3,card4" and made._device.index == 3
     assert llm.arguments["tensor_parallel_size"] == 2 and llm.arguments["distributed_executor_backend"] == "mp"
+
+
+def keep(held: dict[str, torch.Tensor], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    held.update((name, tensor.clone()) for name, tensor in tensors)
+
+
+class Split(RecordingLLM):
+    """Two workers, each with what it was given."""
+
+    def __init__(self, folder: str, **arguments: Any) -> None:
+        super().__init__(folder, **arguments)
+        self.workers = [WeightTaker(), WeightTaker()]
+        self.weights: list[dict[str, torch.Tensor]] = [{}, {}]
+        for worker, held in zip(self.workers, self.weights, strict=True):
+            worker.model_runner = SimpleNamespace(get_model=partial(SimpleNamespace, load_weights=partial(keep, held)))
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> None:
+        plain = pickle.loads(pickle.dumps(args))  # as vLLM sends it; what is sent are names, not weights
+        assert len(pickle.dumps(args)) < 2**14
+        for worker in self.workers:
+            getattr(worker, method)(*plain)
+
+
+def test_workers_beside_the_learner_open_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "import_vllm", lambda: SimpleNamespace(LLM=Split))
+    monkeypatch.setattr(vllm, "BUCKET_BYTES", 2**16)
+    loaded, open_before = load(tiny_folder("qwen2_5_vl")), len(os.listdir("/proc/self/fd"))
+    settings: Any = {"context_tokens": 64, "cache_bytes": 1, "record": False, "seed": 0, "workers": 2}
+    made = VllmEngine(loaded.policy, loaded.processor, loaded.folder, device=torch.device("cpu"), **settings)
+    made.weights_changed(1)
+    for held in made._llm.weights:
+        assert held.keys() == loaded.policy.trainable().keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in loaded.policy.trainable().items())
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= open_before  # buckets that were read are gone
