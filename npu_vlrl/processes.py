@@ -157,6 +157,7 @@ def vllm_engine(
 ) -> VllmEngine:
     """It ends with `cleanup`. `workers`: see `VllmEngine`; they see this process's devices only."""
     first = device_number(config)
+    memory = platform.memory(first)
     if workers and platform.visible_devices_variable is not None:
         own = [platform.physical_id(first + number) for number in range(workers)]
         os.environ[platform.visible_devices_variable] = ",".join(own)
@@ -172,6 +173,7 @@ def vllm_engine(
             seed=config.train.seed,
             workers=workers,
             sleeps=config.rollout.sleep,
+            device_bytes=None if memory is None else memory.total,
         )
     cleanup.callback(engine.close)
     return engine

@@ -56,6 +56,9 @@ ENVIRONMENT = {
 }
 
 
+WORK_BYTES = 2**32
+"""What vLLM may take beside weights and cache: activations, recorded steps, the library itself."""
+
 WORKER_EXTENSION = "npu_vlrl.rollout.vllm_worker.WeightTaker"
 
 BUCKET_BYTES = 2**28
@@ -78,12 +81,14 @@ class VllmEngine(LocalEngine):
         seed: int,
         workers: int = 0,
         sleeps: bool = False,
+        device_bytes: int | None = None,
     ) -> None:
         """`policy` is the learner's, read from `folder`, or on the device `meta` where another process has the weights.
 
         `device` is this process's. `cache_bytes` are taken for keys and values. `record` compiles and records the steps
         of decoding, where the device can. `workers` is over how many processes vLLM splits the model; 0 keeps it in
-        this one. `sleeps` lets it give its memory back in `rest`.
+        this one. `sleeps` lets it give its memory back in `rest`. `device_bytes` is all memory of one device, None
+        where vLLM needs no share of it.
         Raises ConfigError where vLLM is not installed, and what vLLM raises for what it cannot do.
         """
         super().__init__()
@@ -109,6 +114,7 @@ class VllmEngine(LocalEngine):
             **(whole if device.type == "cpu" else {}),
             **(split if workers else {}),
             **({"enable_sleep_mode": True} if sleeps else {}),
+            **({"gpu_memory_utilization": self._share(cache_bytes, device_bytes)} if device_bytes else {}),
             dtype=str(policy.head_weight.dtype).removeprefix("torch."),
             seed=seed,
             max_model_len=context_tokens,
@@ -119,6 +125,11 @@ class VllmEngine(LocalEngine):
             mm_processor_kwargs={"size": size_limits(processor)} if processor else None,
             limit_mm_per_prompt={"video": 0} if processor else None,
         )
+
+    def _share(self, cache_bytes: int, device_bytes: int) -> float:
+        """Of a device's memory. vLLM begins only where it is free; vllm-ascend takes what is left of it as cache."""
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in self.policy.model.parameters())
+        return min(1.0, (cache_bytes + weights / max(self._workers, 1) + WORK_BYTES) / device_bytes)
 
     def sample(self, requests: Sequence[Request]) -> list[Outcome]:
         """Raises EngineError when vLLM fails, or reads a prompt in another way than the learner."""

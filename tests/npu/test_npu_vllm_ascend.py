@@ -95,6 +95,13 @@ def test_a_worker_on_an_npu_takes_weights_sleeps_and_wakes() -> None:
     assert [ast.unparse(base) for base in bases] == ["GPUModelRunner"]
 
 
+def test_an_npu_sizes_the_cache_by_a_share_of_its_memory() -> None:
+    """So the engine passes one: vLLM elsewhere takes the number of bytes."""
+    worker = (SOURCES / "vllm_ascend" / "worker" / "worker.py").read_text()
+    assert "cache_config.gpu_memory_utilization" in worker and "cache_config.kv_cache_memory_bytes" not in worker
+    assert {"gpu_memory_utilization", "kv_cache_memory_bytes"} <= keywords_of_ours("self._vllm.LLM")
+
+
 CHECK = """
 from tests import host_cann
 host_cann.start()

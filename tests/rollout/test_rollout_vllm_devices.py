@@ -17,6 +17,7 @@ import torch
 
 from npu_vlrl import processes
 from npu_vlrl.config import load_config
+from npu_vlrl.hardware import Memory
 from npu_vlrl.rollout import vllm
 from npu_vlrl.rollout.vllm import VllmEngine
 from npu_vlrl.rollout.vllm_worker import WeightTaker
@@ -122,11 +123,16 @@ def test_workers_see_the_devices_of_their_engine(recorded: None, monkeypatch: py
         physical_id=lambda number: f"card{number}",
         device=lambda number: torch.device("cpu", number),
         recorder=lambda: None,
+        memory=lambda number: Memory(free=2**30, total=2**36),
     )
     with ExitStack() as cleanup:
         made = processes.vllm_engine(config, platform, load(tiny_folder("qwen2_5_vl")), cleanup, workers=2)
     llm: RecordingLLM = made._llm
     assert llm.shown == "card3,card4" and made._device.index == 3
+    # half of the weights (float32), the cache, and 4 GiB to work in
+    weights = sum(tensor.numel() for tensor in made.policy.model.parameters()) * 4 // 2
+    share = (weights + config.rollout.cache_mib * 2**20 + 2**32) / 2**36
+    assert llm.arguments["gpu_memory_utilization"] == pytest.approx(share, rel=1e-9)
     assert llm.arguments["tensor_parallel_size"] == 2 and llm.arguments["distributed_executor_backend"] == "mp"
 
 
