@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.setup import SIZES, environment, forget, model, seconds, table, write
 from npu_vlrl.hardware import Platform, select
+from npu_vlrl.sync.buckets import in_place
 from npu_vlrl.sync.plan import distinct
 from npu_vlrl.sync.weights import WeightReceiver, WeightSender
 from npu_vlrl.sync.world import World, join
@@ -59,7 +60,7 @@ def send(world: World, platform: Platform, weights: Weights, bucket_mib: int, re
 
 
 def receive(world: World, weights: Weights) -> None:
-    receiver = WeightReceiver(world, weights)
+    receiver = WeightReceiver(world, in_place(weights))
     while (message := world.channel(0).receive()).kind == "weights":
         receiver.receive(message)
     world.channel(0).send("bits", {"bits": bits(weights)})

@@ -20,6 +20,7 @@ case "${1:-}" in
 --npu)
     shift
     prepare_tests .venv-npu requirements-npu.txt
+    add .venv-npu requirements-vllm-ascend-sources.txt --no-deps --upgrade --target .venv-npu/vllm-ascend
     export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # `import torch` would look for CANN before the stand-in is there
     exec .venv-npu/bin/python -m pytest tests/npu -q -n 2 "$@"
     ;;

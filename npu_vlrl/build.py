@@ -84,7 +84,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
             remote.begin(world, run_dir / "model")
         loaded, vision = load(config, run_dir / "model", platform)
         renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
-    engine = new_engine(config, platform, world, loaded, vision, cleanup)
+    engine = new_engine(config, platform, world, loaded, vision, run_dir, cleanup)
     schemas, processor = setting.schemas, loaded.processor
     if processor is not None and processor.position_scale is not None:
         schemas = [on_scale(schema, processor.position_scale) for schema in schemas]

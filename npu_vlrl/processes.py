@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,9 +26,9 @@ from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout import remote
 from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import RoundEngine
-from npu_vlrl.rollout.serve import serve
+from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer, weights_from_disk
 from npu_vlrl.rollout.vllm import VllmEngine, import_vllm
-from npu_vlrl.sync.world import PeerError, World, join, local_rank, started_processes
+from npu_vlrl.sync.world import PeerError, World, join, own_device, started_processes
 from npu_vlrl.types import DataError
 
 
@@ -40,19 +41,32 @@ def run_engine(config: Config) -> None:
     """
     platform = prepare(config)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process; the learner's word is enough
-    world = join(platform, config.sync.timeout_s, learners=learners(config))
+    world = join(platform, config.sync.timeout_s, device=device_number(config), learners=learners(config))
     ranks = learning_ranks(world)
 
-    def new_engine(scratch: Path) -> InProcessEngine:
-        own = scratch if scratch.is_dir() else scratch.with_name(f"{scratch.name}.{world.rank}")
-        loaded, vision = load(config, own, platform)
+    def own_folder(scratch: Path) -> Path:
+        return scratch if scratch.is_dir() else scratch.with_name(f"{scratch.name}.{world.rank}")
+
+    def in_process(scratch: Path) -> InProcessEngine:
+        loaded, vision = load(config, own_folder(scratch), platform)
         return own_engine(config, platform, loaded, vision)
 
-    if world.rank in world.learners:
-        serve(world, new_engine, follow(partial(new_learner, config, platform, ranks), platform))
-    else:
-        serve(world, new_engine)
-    world.close()
+    with ExitStack() as cleanup:
+
+        def in_vllm(scratch: Path) -> VllmEngine:
+            outline = load_model(config.model, own_folder(scratch), config.train.seed, torch.device("meta"))
+            return vllm_engine(config, platform, outline, cleanup, workers=config.rollout.tensor_parallel)
+
+        if world.rank in world.learners:
+            serve(world, in_process, follow(partial(new_learner, config, platform, ranks), platform))
+        else:
+            serve(world, in_vllm if config.rollout.engine == "vllm" else in_process, receiver(config))
+        world.close()  # before vLLM's end, which ends this process's groups too
+
+
+def receiver(config: Config) -> Duties:
+    """How an engine process gets its weights."""
+    return weights_from_disk if config.sync.through == "disk" else weights_by_transfer
 
 
 def new_learner(config: Config, platform: Platform, ranks: Ranks, policy: Policy, vision: VisionFeatures) -> Learner:
@@ -92,20 +106,34 @@ def prepare(config: Config) -> Platform:
     """Makes this process ready for models, each process on a device of its own."""
     learners(config)
     platform = select()
-    platform.set_device(local_rank())
+    platform.set_device(device_number(config))
     kernels.use(platform.kernels)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     torch.manual_seed(config.train.seed)
     if config.rollout.engine == "vllm":
-        if started_processes() > 1:
-            raise ConfigError("rollout.engine=vllm samples in the learner's process; start one process, not several")
+        _check_vllm(config, platform)
         import_vllm()
     return platform
 
 
+def _check_vllm(config: Config, platform: Platform) -> None:
+    rollout = config.rollout
+    if started_processes() > 1 and config.train.learners == "all":
+        raise ConfigError("rollout.engine=vllm needs processes that sample only; leave train.learners out")
+    if rollout.sleep and started_processes() > 1:
+        raise ConfigError("rollout.sleep is for vLLM beside the learner in one process; start one, or leave it out")
+    if rollout.sleep and platform.memory() is None:
+        raise ConfigError(f"rollout.sleep: vLLM cannot give memory back on the platform {platform.name}; leave it out")
+
+
+def device_number(config: Config) -> int:
+    """Of this process, on its machine."""
+    return own_device(learners(config), config.rollout.tensor_parallel)
+
+
 def load(config: Config, scratch: Path, platform: Platform) -> tuple[LoadedModel, VisionFeatures]:
-    loaded = load_model(config.model, scratch, config.train.seed, platform.device(local_rank()))
+    loaded = load_model(config.model, scratch, config.train.seed, platform.device(device_number(config)))
     return loaded, VisionFeatures(loaded.policy, loaded.processor, config.rollout.feature_cache_mib * 2**20)
 
 
@@ -115,6 +143,7 @@ def new_engine(
     world: World | None,
     loaded: LoadedModel,
     vision: VisionFeatures,
+    run_dir: Path,
     cleanup: ExitStack,
 ) -> RoundEngine:
     """What this run samples from: this process's engine, or one whose rounds are shared out to other processes.
@@ -124,9 +153,11 @@ def new_engine(
     if world is not None and len(world.learners) == world.size:
         return remote.LearnersEngine(world, own_engine(config, platform, loaded, vision))
     if world is not None:
-        return remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
+        folder = run_dir / "weights" if config.sync.through == "disk" else None
+        return remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20, folder)
     if config.rollout.engine == "vllm":
-        return vllm_engine(config, platform, loaded, cleanup)
+        workers = config.rollout.tensor_parallel
+        return vllm_engine(config, platform, loaded, cleanup, workers if workers > 1 else 0)
     return own_engine(config, platform, loaded, vision)
 
 
@@ -140,17 +171,28 @@ def learning_ranks(world: World | None) -> Ranks:
     return Ranks(world.learners_group() if world is not None and len(world.learners) > 1 else None)
 
 
-def vllm_engine(config: Config, platform: Platform, loaded: LoadedModel, cleanup: ExitStack) -> VllmEngine:
-    """It ends with `cleanup`."""
+def vllm_engine(
+    config: Config, platform: Platform, loaded: LoadedModel, cleanup: ExitStack, workers: int
+) -> VllmEngine:
+    """It ends with `cleanup`. `workers`: see `VllmEngine`; they see this process's devices only."""
+    first = device_number(config)
+    memory = platform.memory(first)
+    if workers and platform.visible_devices_variable is not None:
+        own = [platform.physical_id(first + number) for number in range(workers)]
+        os.environ[platform.visible_devices_variable] = ",".join(own)
     with blaming("rollout.engine=vllm"):
         engine = VllmEngine(
             loaded.policy,
             loaded.processor,
             loaded.folder,
+            device=platform.device(first),
             context_tokens=config.workflow.context_tokens,
             cache_bytes=config.rollout.cache_mib * 2**20,
             record=config.rollout.record and platform.recorder() is not None,
             seed=config.train.seed,
+            workers=workers,
+            sleeps=config.rollout.sleep,
+            device_bytes=None if memory is None else memory.total,
         )
     cleanup.callback(engine.close)
     return engine
@@ -158,7 +200,7 @@ def vllm_engine(config: Config, platform: Platform, loaded: LoadedModel, cleanup
 
 def join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:
     """The engine processes end with `cleanup`."""
-    world = join(platform, config.sync.timeout_s, learners=learners(config))
+    world = join(platform, config.sync.timeout_s, device=device_number(config), learners=learners(config))
     cleanup.callback(remote.stop, world)
 
     def terminated(number: int, frame: object) -> None:

@@ -77,7 +77,7 @@ class Run:
     async def rollout(self, step: int) -> Rollout:
         """Plays the groups of a step."""
         config, parts = self.config, self.parts
-        return await collect(
+        played = await collect(
             parts.train_tasks.next,
             config.rollout.groups,
             parts.workflow,
@@ -89,6 +89,8 @@ class Run:
             lambda group: len({sample.outcome for sample in self.export(group)}) > 1,
             config.algorithm.max_extra_groups if parts.algorithm.dynamic_sampling else 0,
         )
+        parts.engine.rest()  # the learner needs the memory now
+        return played
 
     def export(self, trajectories: Sequence[Trajectory]) -> list[Sample]:
         workflow = self.config.workflow

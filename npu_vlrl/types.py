@@ -33,6 +33,8 @@ class StopReason(StrEnum):
     END_OF_TURN = "end_of_turn"
     TURN_BUDGET = "turn_budget"
     CONTEXT_FULL = "context_full"
+    INTERRUPTED = "interrupted"
+    """The engine was asked to stop early; the turn goes on from its tokens, and no ACTION ends so."""
 
 
 class EpisodeStatus(StrEnum):

@@ -156,7 +156,11 @@ class RewardConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["inprocess", "vllm"] = "inprocess"
-    """`inprocess` samples from the learner's own weights; `vllm` keeps a copy of them in vLLM, in the same process."""
+    """`inprocess` samples with the learner's own code; `vllm` has vLLM sample, from a copy of the weights."""
+    tensor_parallel: Count = 1
+    """Devices over which vLLM splits the model; each engine process has as many."""
+    sleep: bool = False
+    """vLLM in the learner's process gives its memory back while the learner computes."""
     groups: Count = 16
     """Tasks a step."""
     group_size: Count = 4
@@ -187,6 +191,9 @@ class EvalConfig(Section):
 
 class SyncConfig(Section):
     """How processes talk, where several were started."""
+
+    through: Literal["collective", "disk"] = "collective"
+    """How new weights reach engines: a broadcast, or files in the run folder, which every machine must then see."""
 
     bucket_mib: Count = 256
     """Weights travel to engines in buckets of this many MiB; the learner holds two, each engine all that is sent."""
@@ -235,6 +242,11 @@ class Config(Section):
             raise ValueError(
                 "rollout.top_p below 1 or rollout.top_k above 0 samples from another distribution than the one that is "
                 "trained; leave them at 1 and 0 (evaluation.top_p and evaluation.top_k are free)"
+            )
+        if self.rollout.engine != "vllm" and (self.rollout.tensor_parallel > 1 or self.rollout.sleep):
+            raise ValueError(
+                "rollout.tensor_parallel above 1 and rollout.sleep are for vLLM; set rollout.engine=vllm or leave them "
+                "out"
             )
         if self.rollout.engine == "vllm" and self.model.lora is not None:
             raise ValueError("rollout.engine=vllm takes whole weights only; leave model.lora out")

@@ -44,7 +44,7 @@ class NpuPlatform(Accelerator):
     tool = "npu-smi info"
     graph = "NPUGraph"
     packages = ("torch_npu", "triton-ascend", "mindspeed", "vllm-ascend", "ray")
-    watched = ("ASCEND_", "HCCL_", "PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF", "GLOO_")
+    watched = ("ASCEND_", "HCCL_", "PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF", "GLOO_", "VLLM_")
     cautions = {
         ("TASK_QUEUE_ENABLE", "2"): "clashes with graph mode (torch.compile, captured graphs); set 1 to use those",
         ("TASK_QUEUE_ENABLE", "0"): "every operation is launched in turn, which is slow; unset it to train",
@@ -59,6 +59,7 @@ class NpuPlatform(Accelerator):
         "TASK_QUEUE_ENABLE": Setting("1", "a second thread launches; 2 is faster, takes more memory, forbids graphs"),
         "CPU_AFFINITY_CONF": Setting("1", "a process stays on the cores that are near to its device"),
         "HCCL_CONNECT_TIMEOUT": Setting("600", "seconds; loading a large model from a slow disk takes over HCCL's 120"),
+        "VLLM_ASCEND_ENABLE_NZ": Setting("0", "vLLM cannot wake weights in the format NZ, nor take new ones exactly"),
     }
     # Totals; the matrix units alone reach 354e12 (B2, 9392) and 295e12 (B3). A 910C is two devices named 9392.
     peaks = {

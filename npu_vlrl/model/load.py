@@ -67,10 +67,13 @@ def model_folder(path: str, scratch: Path, seed: int) -> Path:
 def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.device) -> LoadedModel:
     """Loads weights (safetensors only), tokenizer and image processor; freezes and adds adapters as configured.
 
+    On the device `meta` the policy has the names and shapes of weights, and no weights.
+
     Raises ConfigError for an unsupported or incomplete folder, naming what is missing.
     """
     folder = model_folder(config.path, scratch, seed)
-    model = load_weights(folder, DTYPES[config.dtype]).to(device)
+    dtype = DTYPES[config.dtype]
+    model = outline(folder, dtype) if device.type == "meta" else load_weights(folder, dtype).to(device)
     attach(model)
     with _explained(f"model.path: cannot read {folder}"):
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -119,16 +122,7 @@ def replace_weights(policy: Policy, folder: Path) -> None:
 
 def load_weights(folder: Path, dtype: torch.dtype) -> Any:
     """The transformers model of a folder. Raises ConfigError when a weight is missing, left over or misshapen."""
-    with _explained(f"model.path: cannot read {folder / 'config.json'}"):
-        settings = AutoConfig.from_pretrained(folder)
-    if settings.model_type in VISION_MODELS:
-        family: Any = AutoModelForImageTextToText
-    elif settings.model_type in TEXT_MODELS:
-        family = AutoModelForCausalLM
-    else:
-        raise ConfigError(
-            f"model.path: {folder} is a {settings.model_type}; supported are {', '.join(VISION_MODELS + TEXT_MODELS)}"
-        )
+    _, family = _family(folder)
     with _explained(f"model.path: cannot load the weights of {folder}"):
         model, report = family.from_pretrained(
             folder,
@@ -143,6 +137,26 @@ def load_weights(folder: Path, dtype: torch.dtype) -> Any:
     if wrong:
         raise ConfigError(f"model.path: the weights of {folder} do not fit its config.json: {wrong}; download it again")
     return model
+
+
+def outline(folder: Path, dtype: torch.dtype) -> Any:
+    """The transformers model of a folder without its weights, on the device `meta`. Raises ConfigError."""
+    settings, family = _family(folder)
+    with torch.device("meta"):
+        return family.from_config(settings, dtype=dtype)
+
+
+def _family(folder: Path) -> tuple[Any, Any]:
+    """The config of a folder, and the class that makes its model."""
+    with _explained(f"model.path: cannot read {folder / 'config.json'}"):
+        settings = AutoConfig.from_pretrained(folder)
+    if settings.model_type in VISION_MODELS:
+        return settings, AutoModelForImageTextToText
+    if settings.model_type in TEXT_MODELS:
+        return settings, AutoModelForCausalLM
+    raise ConfigError(
+        f"model.path: {folder} is a {settings.model_type}; supported are {', '.join(VISION_MODELS + TEXT_MODELS)}"
+    )
 
 
 @contextmanager

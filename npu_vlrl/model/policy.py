@@ -39,9 +39,10 @@ class Policy:
         self.vision: Any = getattr(self.core, "visual", None)
         """None for a text-only model."""
         head = self.head_weight
+        self.forbidden = sorted(special.placeholders.union(range(n_tokens, head.shape[0])))
+        """Ids that are never sampled."""
         forbidden = torch.zeros(head.shape[0], dtype=torch.bool)
-        forbidden[sorted(special.placeholders)] = True
-        forbidden[n_tokens:] = True
+        forbidden[self.forbidden] = True
         self.forbidden_V = forbidden.to(head.device)
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout.batch import Batch
 from npu_vlrl.rollout.kv import KeyValues, RowCache
-from npu_vlrl.rollout.rounds import Outcome, Request, RoundEngine
+from npu_vlrl.rollout.local import LocalEngine
+from npu_vlrl.rollout.rounds import EngineCounts, Outcome, Request
+from npu_vlrl.sync.buckets import Holder, in_place
 from npu_vlrl.types import Generation, ImageInput, StopReason
 
 PREFILL_TOKENS = 16384
@@ -62,7 +64,7 @@ class _Turn:
         return self.n_context + self.request.sampling.max_new_tokens
 
 
-class InProcessEngine(RoundEngine):
+class InProcessEngine(LocalEngine):
     """See `types.Engine`."""
 
     def __init__(
@@ -84,9 +86,6 @@ class InProcessEngine(RoundEngine):
         self._caches: dict[int, RowCache] = {}
         """By session."""
 
-    async def play(self, requests: Sequence[Request]) -> list[Outcome]:
-        return self.sample(requests)
-
     def weights_changed(self, version: int) -> dict[str, float]:
         """Features and cached turns are worthless now."""
         self.weight_version = version
@@ -99,6 +98,12 @@ class InProcessEngine(RoundEngine):
 
     def forget_session(self, number: int) -> None:
         self._caches.pop(number, None)
+
+    def holder(self) -> Holder:
+        return in_place(dict(self.policy.model.named_parameters()))
+
+    def counted(self) -> EngineCounts:
+        return replace(self.counts, images_referenced=self.vision.referenced, images_encoded=self.vision.encoded)
 
     def sample(self, requests: Sequence[Request]) -> list[Outcome]:
         """A round. What goes wrong in it is the outcome of every request that has none by then."""

@@ -23,6 +23,7 @@ from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import EngineCounts, EngineError, Outcome, Request, RoundEngine
 from npu_vlrl.rollout.wire import RoundWriter, unpack_outcomes
 from npu_vlrl.sync.channel import Channel, Message
+from npu_vlrl.sync.disk import DiskSender
 from npu_vlrl.sync.weights import WeightSender
 from npu_vlrl.sync.world import PeerError, World
 
@@ -104,13 +105,18 @@ class SharedEngine(RoundEngine):
 class RemoteEngine(SharedEngine):
     """Of a learner that samples nothing itself: the engine processes get its weights."""
 
-    def __init__(self, world: World, parameters: Mapping[str, Tensor], bucket_bytes: int) -> None:
-        """`parameters` are the trained ones of the learner.
+    def __init__(
+        self, world: World, parameters: Mapping[str, Tensor], bucket_bytes: int, folder: Path | None = None
+    ) -> None:
+        """`parameters` are the trained ones of the learner. They travel by files in `folder` if there is one.
 
         Raises what `SharedEngine` raises, and SyncError when the model of an engine process is another one.
         """
         super().__init__(world)
-        self._sender = WeightSender(world, parameters, bucket_bytes)
+        if folder is None:
+            self._sender = WeightSender(world, parameters, bucket_bytes)
+        else:
+            self._sender = DiskSender(world, parameters, bucket_bytes, folder)
 
     def weights_changed(self, version: int) -> dict[str, float]:
         report = self._sender.send(version)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from npu_vlrl.types import Generation, ImageInput, SamplingParams, Segment
@@ -76,6 +76,8 @@ class RoundEngine(ABC):
 
     def __init__(self) -> None:
         self.weight_version = 0
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Asked between steps of decoding; when it says True, the turns of the round come back as far as they are."""
         self.counts = EngineCounts()
         self._numbers = itertools.count()
         self._open: set[int] = set()
@@ -92,6 +94,9 @@ class RoundEngine(ABC):
 
         Returns what the transfer cost, as metrics; nothing where the weights are shared.
         """
+
+    def rest(self) -> None:  # noqa: B027  # most have none to give
+        """Gives back what memory it can until `weights_changed`; call it between rounds."""
 
     @abstractmethod
     def forget_features(self) -> None:

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
+from typing import TypeVar
 
-from npu_vlrl.rollout.inprocess import InProcessEngine
+from npu_vlrl.rollout.local import LocalEngine
 from npu_vlrl.rollout.wire import RoundReader, pack_outcomes
 from npu_vlrl.sync.channel import Channel, Message
+from npu_vlrl.sync.disk import DiskReceiver
 from npu_vlrl.sync.weights import SyncError, WeightReceiver
 from npu_vlrl.sync.world import LEARNER, PeerError, World
+
+Engine = TypeVar("Engine", bound=LocalEngine)
 
 Handlers = Mapping[str, Callable[[Message], None]]
 """What to do with a message of each kind."""
 
+Duties = Callable[[World, LocalEngine], Handlers]
+"""What an engine process does beside rounds."""
 
-def weights_by_transfer(world: World, engine: InProcessEngine) -> Handlers:
+
+def weights_by_transfer(world: World, engine: LocalEngine) -> Handlers:
     """Of an engine that gets its weights from the learner."""
-    receiver = WeightReceiver(world, dict(engine.policy.model.named_parameters()))
+    return _by(WeightReceiver(world, engine.holder()), engine)
 
+
+def weights_from_disk(world: World, engine: LocalEngine) -> Handlers:
+    """Of an engine that reads its weights from files that the learner writes."""
+    return _by(DiskReceiver(world, engine.holder()), engine)
+
+
+def _by(receiver: WeightReceiver, engine: LocalEngine) -> Handlers:
     def weights(message: Message) -> None:
         version = receiver.receive(message)
         if version is None:
@@ -32,8 +46,8 @@ def weights_by_transfer(world: World, engine: InProcessEngine) -> Handlers:
 
 def serve(
     world: World,
-    load: Callable[[Path], InProcessEngine],
-    duties: Callable[[World, InProcessEngine], Handlers] = weights_by_transfer,
+    load: Callable[[Path], Engine],
+    duties: Callable[[World, Engine], Handlers] = weights_by_transfer,
 ) -> None:
     """`load` makes the engine, once the learner says where a `tiny:` model is; `duties` are what it does beside rounds.
 
@@ -61,14 +75,13 @@ def serve(
         raise
 
 
-def _rounds(channel: Channel, engine: InProcessEngine) -> Handlers:
-    reader, vision = RoundReader(), engine.vision
+def _rounds(channel: Channel, engine: LocalEngine) -> Handlers:
+    reader = RoundReader()
 
     def play(message: Message) -> None:
         for number in message.content["closed"]:
             engine.forget_session(number)
         content, blobs = pack_outcomes(engine.sample(reader.unpack(message)))
-        counts = replace(engine.counts, images_referenced=vision.referenced, images_encoded=vision.encoded)
-        channel.send("answers", {**content, "counts": astuple(counts)}, blobs)
+        channel.send("answers", {**content, "counts": astuple(engine.counted())}, blobs)
 
     return {"round": play, "forget_features": lambda _: engine.forget_features()}

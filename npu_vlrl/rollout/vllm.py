@@ -1,7 +1,9 @@
-"""The engine that samples with vLLM, in the learner's process: tokens in, tokens out.
+"""The engine that samples with vLLM: tokens in, tokens out.
 
 vLLM has weights of its own. After an update those that are trained are copied into them in place, and what vLLM keeps
-of the old ones is dropped: keys and values of prompts, and features of pictures.
+of the old ones is dropped: keys and values of prompts, and features of pictures. In the learner's process they are
+copied from the learner's; in an engine process they arrive in buckets, see `sync/weights.py`. There vLLM runs in worker
+processes of its own, which open the buckets by name (`rollout/shared.py`).
 
 A prompt is sent with one placeholder for each picture, which vLLM expands again; that it comes back as it was is
 checked. Pictures are sent at the size that they are cut into patches at, so vLLM has nothing to resize: other
@@ -11,19 +13,28 @@ libraries round other pixels.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import PIL.Image
+import torch
+from torch import Tensor
 
 from npu_vlrl.config import ConfigError
 from npu_vlrl.data.processor import MAX_ASPECT, ImageProcessor
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.rollout.rounds import EngineError, Outcome, Request, RoundEngine
+from npu_vlrl.rollout.local import LocalEngine
+from npu_vlrl.rollout.rounds import EngineError, Outcome, Request
+from npu_vlrl.rollout.shared import handle_of, shared_room
+from npu_vlrl.sync.buckets import Holder, handed_over
+from npu_vlrl.sync.plan import Fact, Plan, make_plan
 from npu_vlrl.types import Generation, Image, SamplingParams, StopReason
 
 NEVER = -1e9
@@ -37,13 +48,24 @@ CPU_TURNS = 32
 reads in parts: `CPU Generator does not use offset`."""
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where the learner's weights are
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process; its workers may have others
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process with threads must not be forked
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers on a CPU would each want a memory node of their own
 }
 
 
-class VllmEngine(RoundEngine):
+WORK_BYTES = 2**32
+"""What vLLM may take beside weights and cache: activations, recorded steps, the library itself."""
+
+WORKER_EXTENSION = "npu_vlrl.rollout.vllm_worker.WeightTaker"
+
+BUCKET_BYTES = 2**28
+"""What the learner's weights are copied to workers through, where both are on one machine."""
+
+
+class VllmEngine(LocalEngine):
     """See `types.Engine`."""
 
     def __init__(
@@ -52,14 +74,21 @@ class VllmEngine(RoundEngine):
         processor: ImageProcessor | None,
         folder: Path,
         *,
+        device: torch.device,
         context_tokens: int,
         cache_bytes: int,
         record: bool,
         seed: int,
+        workers: int = 0,
+        sleeps: bool = False,
+        device_bytes: int | None = None,
     ) -> None:
-        """`policy` is the learner's, read from `folder`. `cache_bytes` are taken for keys and values. `record` compiles
-        and records the steps of decoding, where the device can.
+        """`policy` is the learner's, read from `folder`, or on the device `meta` where another process has the weights.
 
+        `device` is this process's. `cache_bytes` are taken for keys and values. `record` compiles and records the steps
+        of decoding, where the device can. `workers` is over how many processes vLLM splits the model; 0 keeps it in
+        this one. `sleeps` lets it give its memory back in `rest`. `device_bytes` is all memory of one device, None
+        where vLLM needs no share of it.
         Raises ConfigError where vLLM is not installed, and what vLLM raises for what it cannot do.
         """
         super().__init__()
@@ -67,12 +96,25 @@ class VllmEngine(RoundEngine):
         self.policy = policy
         self.processor = processor
         self.context_tokens = context_tokens
-        self._forbidden = {int(token): NEVER for token in policy.forbidden_V.nonzero()[:, 0]}
+        self._forbidden = dict.fromkeys(policy.forbidden, NEVER)
+        self._device = device
+        self._workers = workers
+        self._sleeps = sleeps
+        self._asleep = False
+        self._ids = itertools.count()
         self._vllm = import_vllm()
         whole = {"max_num_seqs": CPU_TURNS, "max_num_batched_tokens": CPU_TURNS * context_tokens}
+        split = {
+            "tensor_parallel_size": workers,
+            "distributed_executor_backend": "mp",
+            "worker_extension_cls": WORKER_EXTENSION,
+        }
         self._llm = self._vllm.LLM(
             str(folder),
-            **(whole if policy.device.type == "cpu" else {}),
+            **(whole if device.type == "cpu" else {}),
+            **(split if workers else {}),
+            **({"enable_sleep_mode": True} if sleeps else {}),
+            **({"gpu_memory_utilization": self._share(cache_bytes, device_bytes)} if device_bytes else {}),
             dtype=str(policy.head_weight.dtype).removeprefix("torch."),
             seed=seed,
             max_model_len=context_tokens,
@@ -84,7 +126,12 @@ class VllmEngine(RoundEngine):
             limit_mm_per_prompt={"video": 0} if processor else None,
         )
 
-    async def play(self, requests: Sequence[Request]) -> list[Outcome]:
+    def _share(self, cache_bytes: int, device_bytes: int) -> float:
+        """Of a device's memory. vLLM begins only where it is free; vllm-ascend takes what is left of it as cache."""
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in self.policy.model.parameters())
+        return min(1.0, (cache_bytes + weights / max(self._workers, 1) + WORK_BYTES) / device_bytes)
+
+    def sample(self, requests: Sequence[Request]) -> list[Outcome]:
         """Raises EngineError when vLLM fails, or reads a prompt in another way than the learner."""
         outcomes: dict[int, Outcome] = {}
         pictures: dict[str, PIL.Image.Image] = {}
@@ -98,20 +145,35 @@ class VllmEngine(RoundEngine):
             params.append(param)
             prompts.append(prompt)
             asked.append(number)
-        for number, answer in zip(asked, self._generate(prompts, params), strict=True):
-            outcomes[number] = self._outcome(requests[number], answer)
+        for number, turn in zip(asked, self._generate(prompts, params), strict=True):
+            outcomes[number] = self._outcome(requests[number], turn)
         return [outcomes[number] for number in range(len(requests))]
 
     def weights_changed(self, version: int) -> dict[str, float]:
+        """Brings the learner's weights where it is in this process, and drops what was computed with the old ones."""
         began = time.monotonic()
-        trained = {name: parameter.detach() for name, parameter in self.policy.trainable().items()}
-        self._llm.apply_model(lambda model: model.load_weights(iter(trained.items())))
+        self._wake("weights")  # what is written to weights that sleep is lost, or a fault of the device
+        moved = 0 if self.policy.device.type == "meta" else self._copy_trained()
+        self._wake("kv_cache")  # last, since loading takes memory too
+        self._asleep = False
         self._forget_prompts()
         if not self.policy.vision_is_frozen:
             self._llm.llm_engine.reset_encoder_cache()
         self.weight_version = version
-        moved = sum(parameter.numel() * parameter.element_size() for parameter in trained.values())
         return {"sync/bytes": moved, "sync/seconds": time.monotonic() - began}
+
+    def rest(self) -> None:
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=1)  # keeps the weights on the host: those that are frozen come from nowhere else
+            self._asleep = True
+
+    def _wake(self, tag: str) -> None:
+        if self._asleep:
+            self._llm.wake_up(tags=[tag])
+
+    def holder(self) -> Holder:
+        facts = [Fact.of(name, tensor) for name, tensor in self.policy.model.named_parameters()]
+        return handed_over(facts, lambda size: shared_room(size, self._device), self._take)
 
     def forget_features(self) -> None:
         self._forget_prompts()  # they were computed with the features
@@ -124,11 +186,41 @@ class VllmEngine(RoundEngine):
         """Gives the memory back."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _generate(self, prompts: list[dict[str, Any]], params: list[Any]) -> list[Any]:
+    def _take(self, plan: Plan, buckets: Sequence[Tensor]) -> None:
+        """The workers copy from the buckets, each its share, before this returns."""
+        places = [(place.fact.to_json(), place.bucket, place.offset) for place in plan.places]
+        self._llm.collective_rpc("take_weights", args=(places, [handle_of(bucket) for bucket in buckets]))
+
+    def _copy_trained(self) -> int:
+        """From the learner of this process; returns the bytes."""
+        trained = {name: parameter.detach() for name, parameter in self.policy.trainable().items()}
+        if self._workers:
+            plan = make_plan([Fact.of(name, tensor) for name, tensor in trained.items()], BUCKET_BYTES)
+            buckets = [shared_room(size, self._device) for size in plan.bucket_sizes]
+            for number, bucket in enumerate(buckets):
+                views = plan.views(number, bucket)
+                torch._foreach_copy_(list(views.values()), [trained[name] for name in views])
+            self._take(plan, buckets)
+        else:
+            self._llm.apply_model(lambda model: model.load_weights(iter(trained.items())))
+        return sum(tensor.numel() * tensor.element_size() for tensor in trained.values())
+
+    def _generate(self, prompts: list[dict[str, Any]], params: list[Any]) -> list[_Turn]:
+        """Turns by prompt. When `interrupted` says so they are as far as they got."""
+        engine = self._llm.llm_engine
+        turns = {str(next(self._ids)): _Turn() for _ in prompts}
         try:
-            return self._llm.generate(prompts, params, use_tqdm=False) if prompts else []
-        except Exception as error:  # what was asked for together with the request at fault may be left in vLLM
+            for name, prompt, param in zip(turns, self._llm._preprocess_cmpl(prompts), params, strict=True):
+                engine.add_request(name, prompt, param)
+            while engine.has_unfinished_requests() and not self.interrupted():
+                for output in engine.step():
+                    turns[output.request_id].add(output)
+            engine.abort_request([name for name, turn in turns.items() if turn.finish_reason is None])
+        except Exception as error:
+            with suppress(Exception):  # vLLM may be beyond that, and what it failed of is the news
+                engine.abort_request(list(turns))
             raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+        return list(turns.values())
 
     def _forget_prompts(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -153,6 +245,7 @@ class VllmEngine(RoundEngine):
             stop_token_ids=list(self.policy.special.end_of_turn),
             ignore_eos=True,  # those above are all
             detokenize=False,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
     def _prompt(self, request: Request, pictures: dict[str, PIL.Image.Image]) -> dict[str, Any]:
@@ -173,23 +266,43 @@ class VllmEngine(RoundEngine):
             prompt["multi_modal_uuids"] = {"image": names}
         return prompt
 
-    def _outcome(self, request: Request, answer: Any) -> Outcome:
-        read = tuple(answer.prompt_token_ids)
+    def _outcome(self, request: Request, turn: _Turn) -> Outcome:
+        read = turn.prompt_ids
+        if read is None:  # interrupted before vLLM had computed a token
+            return Generation((), (), (), StopReason.INTERRUPTED)
         if read != request.token_ids:
             raise EngineError(
                 f"vLLM read a context of {len(request.token_ids)} tokens and {len(request.images)} pictures as one of "
                 f"{len(read)} tokens: its image processor and ours differ; set rollout.engine=inprocess"
             )
-        (drawn,) = answer.outputs
-        ids = tuple(drawn.token_ids)
-        logprobs = tuple(of[token].logprob for token, of in zip(ids, drawn.logprobs, strict=True))
-        if not all(map(math.isfinite, logprobs)):
+        if not all(map(math.isfinite, turn.logprobs)):
             return ValueError("vLLM drew a token whose log-probability is not finite: check the model's weights")
         self.counts.turns += 1
         self.counts.tokens_requested += len(read)
-        self.counts.tokens_prefilled += len(read) - (answer.num_cached_tokens or 0)
-        self.counts.tokens_decoded += len(ids)
-        return Generation(ids, logprobs, (self.weight_version,) * len(ids), _reason(drawn, request.sampling))
+        self.counts.tokens_prefilled += len(read) - turn.n_cached
+        self.counts.tokens_decoded += len(turn.ids)
+        versions = (self.weight_version,) * len(turn.ids)
+        return Generation(tuple(turn.ids), tuple(turn.logprobs), versions, _reason(turn, request.sampling))
+
+
+@dataclass
+class _Turn:
+    """What vLLM has said of a request so far."""
+
+    prompt_ids: tuple[int, ...] | None = None
+    """As vLLM read them."""
+    n_cached: int = 0
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, output: Any) -> None:
+        (drawn,) = output.outputs
+        self.prompt_ids = tuple(output.prompt_token_ids)
+        self.n_cached = output.num_cached_tokens or 0
+        self.ids += drawn.token_ids
+        self.logprobs += [of[token].logprob for token, of in zip(drawn.token_ids, drawn.logprobs, strict=True)]
+        self.finish_reason = drawn.finish_reason
 
 
 def collapsed(request: Request, placeholder: int | None) -> list[int]:
@@ -231,11 +344,13 @@ def picture(processor: ImageProcessor, image: Image) -> PIL.Image.Image:
     return PIL.Image.fromarray(rgb)
 
 
-def _reason(drawn: Any, sampling: SamplingParams) -> StopReason:
-    match drawn.finish_reason:
+def _reason(turn: _Turn, sampling: SamplingParams) -> StopReason:
+    match turn.finish_reason:
+        case None:
+            return StopReason.INTERRUPTED
         case "stop":
             return StopReason.END_OF_TURN
-        case "length" if len(drawn.token_ids) == sampling.max_new_tokens:
+        case "length" if len(turn.ids) == sampling.max_new_tokens:
             return StopReason.TURN_BUDGET
         case "length":
             return StopReason.CONTEXT_FULL
@@ -253,8 +368,5 @@ def import_vllm() -> Any:
             f"rollout.engine=vllm needs vLLM ({error}); install it (requirements-vllm-cpu.txt has what goes together), "
             "or set rollout.engine=inprocess"
         ) from error
-    if importlib.import_module("vllm.platforms").current_platform.is_cpu():
-        # products would run on copies of the weights that no update reaches
-        operators: Any = importlib.import_module("vllm._custom_ops")
-        operators._supports_onednn = False
+    importlib.import_module(WORKER_EXTENSION.rpartition(".")[0])  # for a worker in this process
     return vllm

@@ -17,14 +17,14 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from npu_vlrl.sync.buckets import Buckets, Holder, OwnBuckets, receive_all, send_all
 from npu_vlrl.sync.channel import Channel, Message, PeerError
 from npu_vlrl.sync.plan import Fact, Plan, distinct, make_plan
-from npu_vlrl.sync.transfer import Checksums, TransferTimeout, guarded
+from npu_vlrl.sync.transfer import TransferTimeout, guarded
 from npu_vlrl.sync.world import LEARNER, World
 
 Sums = list[int]
@@ -89,7 +89,7 @@ class WeightSender:
             update |= {"names": changed, "bucket_bytes": self.bucket_bytes}
         self._tell("weights", update)
         self._told.add(plan.checksum)
-        self._transfer(_Buckets(plan, self._parameters))
+        self._transfer(plan, version)
         self._tell("commit")
         self._committed, self._version = counters, version
         return SyncReport(plan.size, len(changed), len(plan.bucket_sizes), time.monotonic() - began)
@@ -98,7 +98,7 @@ class WeightSender:
         """What each parameter looks like on the wire: our shape in the engines' dtype."""
         agreed: dict[str, Fact] = {}
         for channel in self._channels:
-            answer = _expect(channel, "parameters", self.world.start_timeout_s)
+            answer = expect(channel, "parameters", self.world.start_timeout_s)
             theirs = {fact.name: fact for fact in map(Fact.from_json, answer.content["facts"])}
             for name, tensor in self._parameters.items():
                 ours, found = Fact.of(name, tensor), theirs.get(name)
@@ -124,19 +124,20 @@ class WeightSender:
         for channel in self._channels:
             channel.send(kind, content)
 
-    def _transfer(self, buckets: _Buckets) -> None:
+    def _transfer(self, plan: Plan, version: int) -> None:
         """Sends the buckets, and returns when every engine has them. Raises PeerError or SyncError, see `send`."""
         staged: dict[int, Sums] = {}
+        buckets = OwnBuckets(plan, self._parameters)
 
         def look() -> None:
             for channel in self._channels:
                 channel.check_alive()
             for channel in self._channels:
                 if channel.peer.rank not in staged and channel.waiting():
-                    staged[channel.peer.rank] = _expect(channel, "staged", self.world.timeout_s).content["sums"]
+                    staged[channel.peer.rank] = expect(channel, "staged", self.world.timeout_s).content["sums"]
 
         try:
-            sums = guarded(lambda: _send(buckets, self.world.weights_group), self.world, look, self.world.timeout_s)
+            sums = guarded(lambda: send_all(buckets, self.world.weights_group), self.world, look, self.world.timeout_s)
         except TransferTimeout:
             late = [channel.peer for channel in self._channels if channel.peer.rank not in staged]
             others = f"; neither did {', '.join(map(str, late[1:]))}" if late[1:] else ""
@@ -148,7 +149,7 @@ class WeightSender:
             raise SyncError(f"the transfer of weights failed: {error}") from error
         for channel in self._channels:
             if channel.peer.rank not in staged:
-                staged[channel.peer.rank] = _expect(channel, "staged", self.world.timeout_s).content["sums"]
+                staged[channel.peer.rank] = expect(channel, "staged", self.world.timeout_s).content["sums"]
         self._compare(sums, staged)
 
     def _compare(self, sums: Sums, staged: Mapping[int, Sums]) -> None:
@@ -163,107 +164,24 @@ class WeightSender:
             self._tell("drop")
             raise SyncError(
                 f"the weights that arrived are not those that were sent: {', '.join(wrong)}. The engines hold no "
-                "version until the next update; check the interconnect"
+                "version until the next update; check the interconnect, or the disk with sync.through=disk"
             )
 
 
-class _Buckets:
-    """Memory for two buckets, one that travels and one that is packed or loaded, and for the checksums of all.
-
-    A parameter that fills a bucket travels from and into its own memory.
-    """
-
-    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
-        self.plan = plan
-        self.count = len(plan.bucket_sizes)
-        self._parameters = parameters
-        self._whole = {bucket: own for bucket in range(self.count) if (own := self._filling(bucket)) is not None}
-        shared = [size for bucket, size in enumerate(plan.bucket_sizes) if bucket not in self._whole]
-        device = parameters[plan.places[0].fact.name].device if plan.places else None
-        self._buffers = [torch.empty(max(shared), dtype=torch.uint8, device=device) for _ in range(2 if shared else 0)]
-        self.sums = Checksums(self.count, device)
-        self._pause = torch.zeros(1, device=device)
-
-    def buffer(self, bucket: int) -> Tensor:
-        """uint8 [size of the bucket]"""
-        if bucket in self._whole:
-            return self._whole[bucket]
-        return self._buffers[bucket % 2][: self.plan.bucket_sizes[bucket]]
-
-    @torch.no_grad()
-    def pack(self, bucket: int) -> None:
-        if bucket not in self._whole:
-            views, own = self._both(bucket)
-            torch._foreach_copy_(views, own)
-
-    @torch.no_grad()
-    def load(self, bucket: int) -> None:
-        if bucket not in self._whole:
-            views, own = self._both(bucket)
-            torch._foreach_copy_(own, views)
-
-    def step_aside(self) -> None:
-        """Lets the collective begin that waits for the same bucket to arrive.
-
-        Behind a large operation it would wait until the device has room for it; four tiny ones take long enough.
-        """
-        for _ in range(4):
-            self._pause.zero_()
-
-    def _filling(self, bucket: int) -> Tensor | None:
-        """The memory of the parameter that fills a bucket, if one does."""
-        place, *others = self.plan.buckets[bucket]
-        own = self._parameters[place.fact.name].detach()
-        fits = own.dtype == place.fact.torch_dtype and own.nbytes == self.plan.bucket_sizes[bucket]
-        return own.view(-1).view(torch.uint8) if fits and not others and own.is_contiguous() else None
-
-    def _both(self, bucket: int) -> tuple[list[Tensor], list[Tensor]]:
-        views = self.plan.views(bucket, self.buffer(bucket))
-        return list(views.values()), [self._parameters[name].detach() for name in views]
-
-
-def _send(buckets: _Buckets, group: dist.ProcessGroup | None) -> Sums:
-    """Packing goes on while the bucket before it travels; a bucket travels while its checksum is made."""
-    works: list[dist.Work] = []
-    for bucket in range(buckets.count):
-        if bucket >= 2:
-            works[bucket - 2].wait()  # the buffer is free again
-            buckets.step_aside()
-        buckets.pack(bucket)
-        works.append(dist.broadcast(buckets.buffer(bucket), LEARNER, group=group, async_op=True))
-        buckets.sums.take(bucket, buckets.buffer(bucket))
-    for work in works[-2:]:
-        work.wait()
-    return buckets.sums.read()
-
-
-def _receive(buckets: _Buckets, group: dist.ProcessGroup | None) -> Sums:
-    """Loads a bucket while the next one travels."""
-    works: list[dist.Work] = []
-    for bucket in range(buckets.count):
-        for ahead in range(len(works), min(bucket + 2, buckets.count)):
-            works.append(dist.broadcast(buckets.buffer(ahead), LEARNER, group=group, async_op=True))
-        works[bucket].wait()
-        buckets.step_aside()
-        buckets.sums.take(bucket, buckets.buffer(bucket))
-        buckets.load(bucket)
-    return buckets.sums.read()
-
-
 class WeightReceiver:
-    """An engine's side. While an update is on its way, it takes the memory of two buckets."""
+    """An engine's side."""
 
-    def __init__(self, world: World, parameters: Mapping[str, Tensor]) -> None:
-        """Tells the learner which parameters this engine has: all of them, since it does not know what is trained."""
+    def __init__(self, world: World, holder: Holder) -> None:
+        """Tells the learner which parameters this engine has."""
         self.world = world
         self.version: int | None = None
-        self._parameters = dict(parameters)
+        self._holder = holder
+        self._facts = {fact.name: fact for fact in holder.facts}
         self._channel = world.channel(LEARNER)
         self._plans: dict[str, Plan] = {}
         # the learner is the judge of what takes too long: it knows every engine, and says which one is late
         self._patience_s = 2 * world.timeout_s
-        facts = [Fact.of(name, tensor).to_json() for name, tensor in self._parameters.items()]
-        self._channel.send("parameters", {"facts": facts})
+        self._channel.send("parameters", {"facts": [fact.to_json() for fact in holder.facts]})
 
     def receive(self, message: Message) -> int | None:
         """Answers a message of kind "weights". Returns the new version, None when the learner dropped the update.
@@ -271,10 +189,11 @@ class WeightReceiver:
         Raises SyncError when the two sides plan differently or the transfer fails, and PeerError when the learner is
         gone or gives up. `version` is None from the first bucket to the word of the learner that all have arrived.
         """
-        buckets = _Buckets(self._plan(message.content), self._parameters)
+        buckets = self._holder.new_buckets(self._plan(message.content))
         self.version = None
-        self._channel.send("staged", {"sums": self._take(buckets)})
-        if _expect(self._channel, ("commit", "drop"), self._patience_s).kind == "commit":
+        self._channel.send("staged", {"sums": self._fill(buckets)})
+        if expect(self._channel, ("commit", "drop"), self._patience_s).kind == "commit":
+            buckets.commit()
             self.version = int(message.content["version"])
         return self.version
 
@@ -282,21 +201,22 @@ class WeightReceiver:
         """The names come with a plan once."""
         checksum = update["plan"]
         if checksum not in self._plans:
-            facts = [Fact.of(name, self._parameters[name]) for name in update["names"]]
-            plan = make_plan(facts, update["bucket_bytes"])
+            plan = make_plan([self._facts[name] for name in update["names"]], update["bucket_bytes"])
             if plan.checksum != checksum:
                 raise SyncError("learner and engine plan the buckets differently; run the same release on all machines")
             self._plans[checksum] = plan
         return self._plans[checksum]
 
-    def _take(self, buckets: _Buckets) -> Sums:
+    def _fill(self, buckets: Buckets) -> Sums:
+        """Takes what the learner sends; returns the checksums."""
+
         def look() -> None:
             if self._channel.waiting():
                 self._channel.check_alive()
                 raise PeerError(self._channel.peer, "gave up in the middle of an update of the weights")
 
         try:
-            return guarded(lambda: _receive(buckets, self.world.weights_group), self.world, look, self._patience_s)
+            return guarded(lambda: receive_all(buckets, self.world.weights_group), self.world, look, self._patience_s)
         except TransferTimeout:
             what = f"did not finish a transfer of weights within {self._patience_s:g} s"
             raise PeerError(self._channel.peer, what) from None
@@ -320,7 +240,7 @@ def count_optimizer_steps() -> RemovableHandle:
     return register_optimizer_step_post_hook(count)
 
 
-def _expect(channel: Channel, kinds: str | tuple[str, ...], timeout_s: float) -> Message:
+def expect(channel: Channel, kinds: str | tuple[str, ...], timeout_s: float) -> Message:
     """The next message, which must be of one of these kinds. Raises SyncError with what an engine says went wrong."""
     message = channel.receive(timeout_s)
     if message.kind == "error":

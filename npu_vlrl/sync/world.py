@@ -37,8 +37,18 @@ def started_processes() -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its machine, which is that of its device; 0 without torchrun."""
+    """This process's number on its machine; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def own_device(learners: int, per_engine: int) -> int:
+    """Number of this process's device on its machine, the first of `per_engine` if it is an engine.
+
+    The first `learners` processes of all have one each. On each machine learners come first, and engines after them.
+    """
+    first = int(os.environ.get("RANK", "0")) - local_rank()
+    learning = max(learners - first, 0)
+    return local_rank() if local_rank() < learning else learning + (local_rank() - learning) * per_engine
 
 
 def is_engine() -> bool:
@@ -59,12 +69,14 @@ class World:
         channels: dict[int, Channel],
         timeout_s: float,
         start_timeout_s: float,
+        device: int,
         learners: int = 1,
     ) -> None:
         """`timeout_s` is how long an answer or a transfer may take, once the processes have started. The first
         `learners` learn; the others sample, or all do if all learn. All processes make their `World` at the same time.
         """
         self._platform = platform
+        self._device = device
         self.rank = rank
         self.peers = tuple(peers)
         self.timeout_s = timeout_s
@@ -108,7 +120,7 @@ class World:
         self._works.put(work)
 
     def _work(self, works: SimpleQueue[Callable[[], None]]) -> None:
-        self._platform.set_device(local_rank())  # a new thread begins with device 0
+        self._platform.set_device(self._device)  # a new thread begins with device 0
         while True:
             works.get()()
 
@@ -127,15 +139,22 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S, learners: int = 1) -> World:
-    """Joins the other processes; each takes the device of its local rank. All processes call it at the same time. The
-    first `learners` learn, see `World`.
+def join(
+    platform: Platform,
+    timeout_s: float,
+    start_timeout_s: float = START_TIMEOUT_S,
+    device: int | None = None,
+    learners: int = 1,
+) -> World:
+    """Joins the other processes, with a device each: without `device` that of the local rank. All call it at one time.
+    The first `learners` learn, see `World`.
 
     Raises HardwareError without that device, and PeerError when another process does not come in `start_timeout_s`.
     """
     rank, size = int(os.environ["RANK"]), started_processes()
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    platform.set_device(local_rank())
+    device = local_rank() if device is None else device
+    platform.set_device(device)
     if local_size == size:
         keep_gloo_on_this_machine()
     kind = f"learner {rank}" if rank < learners < size else f"engine {rank}"
@@ -156,7 +175,7 @@ def join(platform: Platform, timeout_s: float, start_timeout_s: float = START_TI
         welcome = channels[LEARNER].receive(start_timeout_s)
         peers = [Peer(*values) for values in welcome.content["peers"]]
         channels[LEARNER].peer = peers[LEARNER]
-    return World(platform, rank, peers, channels, timeout_s, start_timeout_s, learners)
+    return World(platform, rank, peers, channels, timeout_s, start_timeout_s, device, learners)
 
 
 def _connect(store: dist.Store, host: str, me: Peer, timeout_s: float) -> Channel:

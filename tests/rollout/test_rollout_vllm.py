@@ -109,9 +109,20 @@ def test_adapters_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "leave model.lora out" in refused(["model.lora.rank=4"], tmp_path, capsys)
 
 
-def test_several_processes_are_refused(
+def test_learners_that_sample_and_sleep_beside_no_learner_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("npu_vlrl.build.started_processes", lambda: 2)
-    said = refused([], tmp_path, capsys)
-    assert "rollout.engine=vllm samples in the learner's process; start one process, not several" in said
+    monkeypatch.setattr("npu_vlrl.processes.started_processes", lambda: 2)
+    said = refused(["train.learners=all"], tmp_path, capsys)
+    assert "rollout.engine=vllm needs processes that sample only; leave train.learners out" in said
+    assert "start one, or leave it out" in refused(["rollout.sleep=true"], tmp_path, capsys)
+
+
+def test_what_a_cpu_cannot_do_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["rollout.sleep=true"], tmp_path, capsys)
+    assert said == "npu-vlrl: rollout.sleep: vLLM cannot give memory back on the platform cpu; leave it out\n"
+
+
+@pytest.mark.parametrize("word", ["rollout.sleep=true", "rollout.tensor_parallel=2"])
+def test_keys_of_vllm_are_refused_without_it(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "set rollout.engine=vllm or leave them out" in refused(["rollout.engine=inprocess", word], tmp_path, capsys)

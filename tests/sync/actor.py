@@ -22,7 +22,8 @@ from torch import Tensor
 
 from npu_vlrl.hardware import select
 from npu_vlrl.kernels import use
-from npu_vlrl.sync import weights
+from npu_vlrl.sync import buckets
+from npu_vlrl.sync.buckets import in_place
 from npu_vlrl.sync.plan import Plan
 from npu_vlrl.sync.transfer import Checksums
 from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender
@@ -44,7 +45,7 @@ def told(error: Exception) -> Seen:
 def engine(world: World, model: Model, parameters: dict[str, Tensor] | None = None) -> Seen:
     """Takes updates until the learner stops it. An error of its own it tells, and waits for the end."""
     channel = world.channel(0)
-    receiver = WeightReceiver(world, parameters or model.parameters())
+    receiver = WeightReceiver(world, in_place(parameters or model.parameters()))
     receiver.version = -1  # one from before, so that it shows when there is none
     history: list[Seen] = [{"version": receiver.version, **state(model)}]
     try:
@@ -223,13 +224,13 @@ def _one_update(world: World) -> Seen:
 
 def _at_broadcast(number: int, do: Callable[[], Any]) -> None:
     """Does something else instead of the broadcast of this number, counted from 0."""
-    real, calls = weights.dist.broadcast, []
+    real, calls = buckets.dist.broadcast, []
 
     def broadcast(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
         return do() if len(calls) - 1 == number else real(*arguments, **options)
 
-    weights.dist.broadcast = broadcast
+    buckets.dist.broadcast = broadcast
 
 
 def _die() -> None:
@@ -268,9 +269,9 @@ def engine_stands_still(folder: Path, world: World) -> Seen:
     """The last engine is stopped, as a debugger would, before it takes the weights: alive, and silent."""
     transfer = WeightSender._transfer
 
-    def hurried(sender: WeightSender, plan: Plan) -> None:
+    def hurried(sender: WeightSender, plan: Plan, version: int) -> None:
         world.timeout_s = SHORT_S  # not before: on a busy machine the others may need longer to answer
-        transfer(sender, plan)
+        transfer(sender, plan, version)
 
     WeightSender._transfer = hurried  # type: ignore[method-assign]
     if world.rank == world.size - 1:
@@ -287,7 +288,7 @@ def engine_without_memory(folder: Path, world: World) -> Seen:
         raise torch.OutOfMemoryError("no memory for 42 bytes")
 
     if world.rank == world.size - 1:
-        weights._Buckets = full  # type: ignore[assignment, misc]
+        buckets.OwnBuckets = full  # type: ignore[assignment, misc]
     return _one_update(world)
 
 

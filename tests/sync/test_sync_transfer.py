@@ -51,7 +51,7 @@ def test_the_second_thread_is_prepared_once_and_replaced_when_it_was_abandoned()
         def set_device(self, index: int) -> None:
             prepared.append(threading.get_ident())
 
-    world = World(Machine(), 0, (), {}, 1.0, 1.0)  # type: ignore[arg-type]
+    world = World(Machine(), 0, (), {}, 1.0, 1.0, 0)  # type: ignore[arg-type]
     release = threading.Event()
     first, second = (guarded(threading.get_ident, world, nothing, 5.0) for _ in range(2))
     with pytest.raises(TransferTimeout):

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from npu_vlrl.model.load import LoadedModel
-from npu_vlrl.rollout.rounds import EngineError
+from npu_vlrl.rollout.rounds import EngineError, Request
 from npu_vlrl.rollout.vllm import CPU_TURNS, VllmEngine
-from npu_vlrl.types import Sample, SamplingParams, Segment, SegmentKind, StopReason
+from npu_vlrl.types import Generation, Sample, SamplingParams, Segment, SegmentKind, StopReason
 from npu_vlrl.workflow.export import export
 from tests.support.episodes import Reply, Stage, long_episode, picture, task
 from tests.support.models import KINDS, is_vision, load, plain_model, tiny_folder
@@ -45,6 +45,7 @@ class VllmStage(Stage):
             loaded.policy,
             loaded.processor,
             loaded.folder,
+            device=loaded.policy.device,
             context_tokens=CONTEXT,
             cache_bytes=2**28,
             record=False,
@@ -160,6 +161,64 @@ def test_new_weights_in_the_middle_of_an_episode(stage: VllmStage, restored: Non
         assert fits or gap(stage, [sample]) > VISIBLE
 
 
+def test_an_interrupted_turn_goes_on_with_newer_weights(stage: VllmStage, restored: None) -> None:
+    """Twice interrupted: each token is of the version that it names, after all that came before it."""
+    context = prompt(stage, *looks(stage), "up?")
+    ids = tuple(token for segment in context for token in segment.token_ids)
+    images = tuple(image for segment in context for image in segment.images)
+    turns: dict[int, list[Generation]] = {seed: [] for seed in range(6)}
+    steps, budget = 3, 12
+    for version in range(3):
+        running = {
+            seed: tuple(token for part in parts for token in part.token_ids)
+            for seed, parts in turns.items()
+            if not parts or parts[-1].stop_reason is StopReason.INTERRUPTED
+        }
+        requests = [
+            Request(seed, ids + made, images, params(100 * version + seed, budget - len(made)))
+            for seed, made in running.items()
+        ]
+        asked = iter(range(1000))
+        stage.vllm.interrupted = lambda asked=asked, last=version == 2: next(asked) == steps and not last
+        for seed, answer in zip(running, stage.vllm.sample(requests), strict=True):
+            assert isinstance(answer, Generation)
+            assert set(answer.weight_versions) == {version} and len(answer.token_ids) <= steps or version == 2
+            turns[seed].append(answer)
+            whole = [value for part in turns[seed] for value in part.token_ids]
+            (sample,) = [_sample(stage, context, _whole(turns[seed]))]
+            learner = learner_logprobs(stage.policy, stage.vision, [sample])["s"][len(whole) - len(answer.token_ids) :]
+            assert learner.tolist() == pytest.approx(answer.logprobs, abs=TOLERANCE)
+        if version < 2:
+            change(stage.policy.trainable().values(), seed=version + 5)
+            tell(stage, version + 1)
+            stage.vision.weights_changed()
+    assert any(len(parts) == 3 for parts in turns.values()), "nobody was interrupted twice"
+    assert all(parts[-1].stop_reason is not StopReason.INTERRUPTED for parts in turns.values())
+    assert not stage.vllm._llm.llm_engine.has_unfinished_requests()
+    # with the weights of the end, the tokens of the beginning are not those of the engine
+    longest = max(turns.values(), key=len)
+    assert gap(stage, [_sample(stage, context, _whole(longest))]) > VISIBLE
+
+
+def test_an_interruption_before_the_first_step(stage: VllmStage) -> None:
+    context = prompt(stage, "up?")
+    request = Request(0, tuple(token for segment in context for token in segment.token_ids), (), params(0))
+    with patch.object(stage.vllm, "interrupted", lambda: True):
+        assert stage.vllm.sample([request]) == [Generation((), (), (), StopReason.INTERRUPTED)]
+    (after,) = stage.vllm.sample([request])
+    assert isinstance(after, Generation) and after.token_ids
+
+
+def _whole(parts: Sequence[Generation]) -> Generation:
+    """The parts of an interrupted turn, joined."""
+    return Generation(
+        tuple(token for part in parts for token in part.token_ids),
+        tuple(value for part in parts for value in part.logprobs),
+        tuple(version for part in parts for version in part.weight_versions),
+        parts[-1].stop_reason,
+    )
+
+
 def _sample(stage: VllmStage, context: Sequence[Segment], answer: Any) -> Sample:
     whole = continued(stage, context, answer, "")[:-1]
     return Sample("s", "g", tuple(whole), (len(whole) - 1,), 0.0, 0.0, "e")
@@ -268,7 +327,7 @@ def test_why_a_turn_ended(stage: VllmStage) -> None:
             assert answer.stop_reason is (StopReason.END_OF_TURN if ended else cut)
             assert ended or len(answer.token_ids) == length
             seen.add(answer.stop_reason)
-    assert seen == set(StopReason)
+    assert seen == set(StopReason) - {StopReason.INTERRUPTED}
 
 
 def test_a_request_that_cannot_be_played_fails_alone(stage: VllmStage) -> None:

@@ -25,10 +25,14 @@ WORDS = (
 )
 
 
-def train(folder: Path, engine: str, *words: str) -> list[dict[str, Any]]:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--local-addr", "127.0.0.1")
+
+
+def train(folder: Path, engine: str, *words: str, processes: int = 1) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     model = f"model.path={tiny_folder('qwen2_5_vl', 128)}"
-    command = [sys.executable, "-m", "npu_vlrl", "train", "--config", "configs/photo_tiny.yaml"]
+    command = [sys.executable, *(TORCHRUN if processes == 2 else ()), "-m", "npu_vlrl", "train"]
+    command += ["--config", "configs/photo_tiny.yaml"]
     command += ["--run-dir", str(folder), model, f"rollout.engine={engine}", *WORDS, *words]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -62,3 +66,13 @@ def test_a_training_and_one_that_goes_on(tmp_path: Path) -> None:
     more = train(tmp_path / "vllm", "vllm", "run.if_exists=resume", "train.steps=4")
     assert [line["gap_max"] < 1e-4 for line in more if "gap_max" in line] == [True] * 4
     assert versions(tmp_path / "vllm")[3] == {3}
+
+
+def test_a_training_with_an_engine_process(tmp_path: Path) -> None:
+    """The learner here, vLLM there, and the weights by files."""
+    lines = train(tmp_path / "run", "vllm", "sync.through=disk", processes=2)
+    steps = [line for line in lines if "gap_max" in line]
+    assert len(steps) == 3
+    assert all(0 < line["gap_max"] < 1e-4 and line["sync/bytes"] > 0 for line in steps)
+    assert versions(tmp_path / "run") == {0: {0}, 1: {1}, 2: {2}}
+    assert [file.name for file in (tmp_path / "run" / "weights").iterdir()] == ["3.safetensors"]

@@ -1,0 +1,46 @@
+"""Buckets of weights that other processes of the machine can open, so that nothing but their names is sent."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+Handle = tuple[Any, ...]
+"""Names a bucket; a few numbers and words."""
+
+DEVICE_ARGUMENT = 6
+"""Where the device's number stands among what torch needs to open memory of a device."""
+
+
+def shared_room(size: int, device: torch.device) -> Tensor:
+    """A bucket, uint8 [size], that can be opened while it exists."""
+    if device.type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    descriptor = os.memfd_create("npu_vlrl")  # memory without a name: nothing is left behind, however this ends
+    os.truncate(descriptor, size)
+    name = f"/proc/{os.getpid()}/fd/{descriptor}"
+    bucket = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+    weakref.finalize(bucket, os.close, descriptor)
+    return bucket
+
+
+def handle_of(bucket: Tensor) -> Handle:
+    """Of what `shared_room` made."""
+    if bucket.device.type == "cpu":
+        return bucket.untyped_storage().filename, len(bucket)
+    return reductions.reduce_tensor(bucket)
+
+
+def opened(handle: Handle) -> Tensor:
+    """The bucket of another process, whose device is the first that this process sees."""
+    if isinstance(handle[0], str):
+        name, size = handle
+        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+    rebuild, (*arguments,) = handle
+    arguments[DEVICE_ARGUMENT] = 0
+    return rebuild(*arguments)

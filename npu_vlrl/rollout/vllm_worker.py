@@ -1,0 +1,41 @@
+"""What runs inside vLLM's workers: they take new weights from memory that they share with the engine's process.
+
+vLLM's workers import this module by name before they make a model, and so does the engine where it is the worker: on a
+CPU, vLLM's products run on copies of the weights that no update reaches, and importing this turns that off.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from npu_vlrl.rollout.shared import Handle, opened
+from npu_vlrl.sync.plan import Fact, Place, Plan
+
+with suppress(ModuleNotFoundError):  # there are no workers where vLLM is not installed
+    if importlib.import_module("vllm.platforms").current_platform.is_cpu():
+        operators: Any = importlib.import_module("vllm._custom_ops")
+        operators._supports_onednn = False
+
+
+class WeightTaker:
+    """What vLLM adds to its class of workers, whatever the device."""
+
+    model_runner: Any
+
+    def take_weights(self, places: Sequence[tuple[list[Any], int, int]], handles: Sequence[Handle]) -> None:
+        """Copies this worker's share of the tensors into the model. Places are a fact, a bucket and an offset each."""
+        buckets = [opened(handle) for handle in handles]
+        of_buckets = (Place(Fact.from_json(fact), bucket, offset) for fact, bucket, offset in places)
+        plan = Plan(tuple(of_buckets), tuple(map(len, buckets)))
+        self.model_runner.get_model().load_weights(tensors(plan, buckets))
+
+
+def tensors(plan: Plan, buckets: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """All that lies in the buckets, by name."""
+    for number, bucket in enumerate(buckets):
+        yield from plan.views(number, bucket).items()

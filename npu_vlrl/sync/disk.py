@@ -1,0 +1,72 @@
+"""New weights by way of files, where no collective reaches the engines: the two phases are the same.
+
+The learner writes what changed as `<version>.safetensors` under a name of its own, and renames it when it is whole; so
+whoever sees the file sees all of it. Engines read it into buckets, and say the checksums of what they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from npu_vlrl.sync.buckets import Buckets
+from npu_vlrl.sync.plan import Plan
+from npu_vlrl.sync.transfer import Checksums
+from npu_vlrl.sync.weights import Sums, SyncError, WeightReceiver, WeightSender, expect
+from npu_vlrl.sync.world import World
+
+
+class DiskSender(WeightSender):
+    """The learner's side. While it writes it holds all that changed in the memory of the host."""
+
+    def __init__(self, world: World, parameters: Mapping[str, Tensor], bucket_bytes: int, folder: Path) -> None:
+        """`folder` is made; every engine must see it under the same name. Raises what `WeightSender` raises."""
+        self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(world, parameters, bucket_bytes)
+
+    def _transfer(self, plan: Plan, version: int) -> None:
+        sums = Checksums(len(plan.bucket_sizes), None)
+        tensors: dict[str, Tensor] = {}
+        for number, size in enumerate(plan.bucket_sizes):
+            bucket = torch.zeros(size, dtype=torch.uint8)
+            for name, view in plan.views(number, bucket).items():
+                tensors[name] = view.copy_(self._parameters[name].detach())
+            sums.take(number, bucket)
+        file = self.folder / f"{version}.safetensors"
+        unfinished = file.with_suffix(".unfinished")
+        save_file(tensors, unfinished)
+        unfinished.replace(file)
+        for old in self.folder.glob("*.safetensors"):
+            if old != file:
+                old.unlink()
+        self._tell("written", {"file": str(file)})
+        channels = self._channels
+        staged = {c.peer.rank: expect(c, "staged", self.world.timeout_s).content["sums"] for c in channels}
+        self._compare(sums.read(), staged)
+
+
+class DiskReceiver(WeightReceiver):
+    """An engine's side."""
+
+    def _fill(self, buckets: Buckets) -> Sums:
+        file = Path(expect(self._channel, "written", self._patience_s).content["file"])
+        try:
+            with safe_open(file, "pt") as tensors:
+                for number in range(buckets.count):
+                    buffer = buckets.buffer(number)
+                    buffer.zero_()  # what is between tensors counts in the checksum
+                    for name, view in buckets.plan.views(number, buffer).items():
+                        view.copy_(tensors.get_tensor(name))
+                    buckets.sums.take(number, buffer)
+                    buckets.load(number)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise SyncError(
+                f"cannot read the weights in {file} ({error}); sync.through=disk needs a run.dir that all machines see"
+            ) from error
+        return buckets.sums.read()

@@ -1,0 +1,171 @@
+"""What vLLM does on accelerators only, on a stand-in that records what it is asked: sleep, and devices of workers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from npu_vlrl import processes
+from npu_vlrl.config import load_config
+from npu_vlrl.hardware import Memory
+from npu_vlrl.rollout import vllm
+from npu_vlrl.rollout.vllm import VllmEngine
+from npu_vlrl.rollout.vllm_worker import WeightTaker
+from npu_vlrl.sync.world import own_device
+from tests.support.models import load, tiny_folder
+
+
+class RecordingLLM:
+    """Fails like an NPU when weights are written that are asleep."""
+
+    def __init__(self, folder: str, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.shown = os.environ.get("SHOWN")
+        self.did: list[str] = []
+        self.asleep: set[str] = set()
+        self.llm_engine = SimpleNamespace(
+            reset_encoder_cache=lambda: self.did.append("forget pictures"),
+            engine_core=SimpleNamespace(shutdown=lambda: None),
+        )
+
+    def sleep(self, level: int) -> None:
+        self.did.append(f"sleep {level}")
+        self.asleep = {"weights", "kv_cache"}
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.did.append(f"wake {tags}")
+        self.asleep -= set(tags)
+
+    def apply_model(self, work: Callable[[Any], Any]) -> None:
+        assert "weights" not in self.asleep, "a fault of the device"
+        work(SimpleNamespace(load_weights=lambda tensors: self.did.append(f"load {len(list(tensors))}")))
+
+    def reset_prefix_cache(self) -> bool:
+        assert not self.asleep
+        self.did.append("forget prompts")
+        return True
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "import_vllm", lambda: SimpleNamespace(LLM=RecordingLLM))
+
+
+def engine(sleeps: bool) -> tuple[VllmEngine, RecordingLLM]:
+    loaded = load(tiny_folder("qwen2_5_vl"))
+    settings: Any = {"context_tokens": 64, "cache_bytes": 1, "record": False, "seed": 0, "sleeps": sleeps}
+    made = VllmEngine(loaded.policy, loaded.processor, loaded.folder, device=torch.device("cpu"), **settings)
+    return made, made._llm
+
+
+def test_weights_wake_first_and_the_cache_last(recorded: None) -> None:
+    made, llm = engine(sleeps=True)
+    assert llm.arguments["enable_sleep_mode"] is True
+    made.weights_changed(0)
+    made.rest()
+    made.rest()
+    made.weights_changed(1)
+    load_all, forget = f"load {len(made.policy.trainable())}", ["forget prompts", "forget pictures"]
+    first = [load_all, *forget]
+    assert llm.did == [*first, "sleep 1", "wake ['weights']", load_all, "wake ['kv_cache']", *forget]
+    made.weights_changed(2)
+    assert llm.did[-3:] == first and not llm.asleep
+
+
+def test_the_order_matters(recorded: None) -> None:
+    made, _ = engine(sleeps=True)
+    made.rest()
+    with patch.object(made, "_wake"), pytest.raises(AssertionError, match="a fault of the device"):
+        made.weights_changed(1)
+
+
+def test_who_does_not_sleep_is_never_put_to_sleep(recorded: None) -> None:
+    made, llm = engine(sleeps=False)
+    made.rest()
+    assert llm.did == [] and "enable_sleep_mode" not in llm.arguments
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "learners", "per_engine", "device"),
+    [
+        *[(0, 0, 1, 2, 0), (1, 1, 1, 2, 1), (2, 2, 1, 2, 3), (3, 3, 1, 2, 5)],
+        *[(0, 0, 2, 2, 0), (1, 1, 2, 2, 1), (2, 2, 2, 2, 2), (3, 3, 2, 2, 4)],
+        *[(4, 0, 1, 2, 0), (5, 1, 1, 2, 2), (4, 0, 5, 4, 0), (5, 1, 5, 4, 1)],  # a second machine
+        *[(3, 3, 1, 1, 3), (3, 3, 8, 1, 3)],
+    ],
+)
+def test_each_process_has_devices_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, rank: int, local: int, learners: int, per_engine: int, device: int
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    assert own_device(learners, per_engine) == device
+
+
+def test_workers_see_the_devices_of_their_engine(recorded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("SHOWN", "everything")
+    words = ["rollout.engine=vllm", "rollout.tensor_parallel=2"]
+    config = load_config("configs/photo_tiny.yaml", words)
+    platform: Any = SimpleNamespace(
+        visible_devices_variable="SHOWN",
+        physical_id=lambda number: f"card{number}",
+        device=lambda number: torch.device("cpu", number),
+        recorder=lambda: None,
+        memory=lambda number: Memory(free=2**30, total=2**36),
+    )
+    with ExitStack() as cleanup:
+        made = processes.vllm_engine(config, platform, load(tiny_folder("qwen2_5_vl")), cleanup, workers=2)
+    llm: RecordingLLM = made._llm
+    assert llm.shown == "card3,card4" and made._device.index == 3
+    # half of the weights (float32), the cache, and 4 GiB to work in
+    weights = sum(tensor.numel() for tensor in made.policy.model.parameters()) * 4 // 2
+    share = (weights + config.rollout.cache_mib * 2**20 + 2**32) / 2**36
+    assert llm.arguments["gpu_memory_utilization"] == pytest.approx(share, rel=1e-9)
+    assert llm.arguments["tensor_parallel_size"] == 2 and llm.arguments["distributed_executor_backend"] == "mp"
+
+
+def keep(held: dict[str, torch.Tensor], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    held.update((name, tensor.clone()) for name, tensor in tensors)
+
+
+class Split(RecordingLLM):
+    """Two workers, each with what it was given."""
+
+    def __init__(self, folder: str, **arguments: Any) -> None:
+        super().__init__(folder, **arguments)
+        self.workers = [WeightTaker(), WeightTaker()]
+        self.weights: list[dict[str, torch.Tensor]] = [{}, {}]
+        for worker, held in zip(self.workers, self.weights, strict=True):
+            worker.model_runner = SimpleNamespace(get_model=partial(SimpleNamespace, load_weights=partial(keep, held)))
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> None:
+        plain = pickle.loads(pickle.dumps(args))  # as vLLM sends it; what is sent are names, not weights
+        assert len(pickle.dumps(args)) < 2**14
+        for worker in self.workers:
+            getattr(worker, method)(*plain)
+
+
+def test_workers_beside_the_learner_open_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "import_vllm", lambda: SimpleNamespace(LLM=Split))
+    monkeypatch.setattr(vllm, "BUCKET_BYTES", 2**16)
+    loaded, open_before = load(tiny_folder("qwen2_5_vl")), len(os.listdir("/proc/self/fd"))
+    settings: Any = {"context_tokens": 64, "cache_bytes": 1, "record": False, "seed": 0, "workers": 2}
+    made = VllmEngine(loaded.policy, loaded.processor, loaded.folder, device=torch.device("cpu"), **settings)
+    made.weights_changed(1)
+    for held in made._llm.weights:
+        assert held.keys() == loaded.policy.trainable().keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in loaded.policy.trainable().items())
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= open_before  # buckets that were read are gone
