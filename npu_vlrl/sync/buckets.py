@@ -81,10 +81,13 @@ class OwnBuckets(Buckets):
 
     def _filling(self, bucket: int) -> Tensor | None:
         """The memory of the parameter that fills a bucket, if one does."""
-        place, *others = self.plan.buckets[bucket]
-        own = self._parameters[place.fact.name].detach()
-        fits = own.dtype == place.fact.torch_dtype and own.nbytes == self.plan.bucket_sizes[bucket]
-        return own.view(-1).view(torch.uint8) if fits and not others and own.is_contiguous() else None
+        places = self.plan.buckets[bucket]
+        if len(places) > 1:
+            return None
+        fact = places[0].fact
+        own = self._parameters[fact.name].detach()
+        fits = own.dtype == fact.torch_dtype and own.nbytes == self.plan.bucket_sizes[bucket]
+        return own.view(-1).view(torch.uint8) if fits and own.is_contiguous() else None
 
     def _both(self, bucket: int) -> tuple[list[Tensor], list[Tensor]]:
         views = self.plan.views(bucket, self.buffer(bucket))
