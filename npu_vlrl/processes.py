@@ -21,6 +21,7 @@ from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout import remote
+from npu_vlrl.rollout.free import FreeEngine
 from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.rollout.serve import serve
@@ -37,7 +38,7 @@ def run_engine(config: Config) -> None:
     Raises what `serve` raises.
     """
     platform = prepare(config)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process; the learner's word is enough
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the learner still needs this one
     world = join(platform, config.sync.timeout_s)
     ranks = learning_ranks(config, world)
 
@@ -105,7 +106,8 @@ def new_engine(
     if world is not None and config.train.learners == "all":
         return remote.LearnersEngine(world, own_engine(config, platform, loaded, vision))
     if world is not None:
-        return remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
+        remote_engine = FreeEngine if config.train.staleness else remote.RemoteEngine
+        return remote_engine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20)
     if config.rollout.engine == "vllm":
         return vllm_engine(config, platform, loaded, cleanup)
     return own_engine(config, platform, loaded, vision)

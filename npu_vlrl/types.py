@@ -33,6 +33,8 @@ class StopReason(StrEnum):
     END_OF_TURN = "end_of_turn"
     TURN_BUDGET = "turn_budget"
     CONTEXT_FULL = "context_full"
+    INTERRUPTED = "interrupted"
+    """Between an engine and its session only, which asks again for the rest."""
 
 
 class EpisodeStatus(StrEnum):

@@ -135,5 +135,8 @@ class TrainConfig(Section):
     seed: CountOrOff = 0
     threads: CountOrOff = 0
     """CPU threads of PyTorch; 0 leaves its default."""
+    staleness: CountOrOff = 0
+    """Largest number of updates between the weights that an episode began with and those that are trained on it; 0
+    plays and learns in turn. See docs/asynchronous.md."""
     learners: Literal["one", "all"] = "one"
     """Of several processes the first learns and the others sample for it, or all of them learn and sample."""

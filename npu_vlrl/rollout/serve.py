@@ -61,7 +61,9 @@ def serve(
 
 
 def _rounds(channel: Channel, engine: InProcessEngine) -> Handlers:
+    """A message that comes during a round interrupts it; "pause" says nothing else."""
     reader, vision = RoundReader(), engine.vision
+    engine.interrupted = channel.waiting
 
     def play(message: Message) -> None:
         for number in message.content["closed"]:
@@ -70,4 +72,4 @@ def _rounds(channel: Channel, engine: InProcessEngine) -> Handlers:
         counts = replace(engine.counts, images_referenced=vision.referenced, images_encoded=vision.encoded)
         channel.send("answers", {**content, "counts": astuple(counts)}, blobs)
 
-    return {"round": play, "forget_features": lambda _: engine.forget_features()}
+    return {"round": play, "pause": lambda _: None, "forget_features": lambda _: engine.forget_features()}
