@@ -27,6 +27,9 @@ T = TypeVar("T")
 RETRIES = 2
 """So often an episode is tried again after an engine could not do its part."""
 
+HOPELESS = 100
+"""So many times the groups of a step may fail before the step has its own, where any share of them may."""
+
 
 class InTurn:
     """Synchronous: the engine rests while the learner works, and all that is trained on is of its own weights."""
@@ -217,8 +220,7 @@ class Stream:
     def _check_failures(self) -> None:
         n_failed, wanted = len(self._since.failed), self.schedule.groups
         played = n_failed + self._since.replaced + wanted
-        too_many = n_failed > self.episodes.max_failed_share * played
-        if too_many or (n_failed >= wanted and not self.schedule.ready):
+        if n_failed > self.episodes.max_failed_share * played or n_failed >= HOPELESS * wanted:
             errors = "\n  ".join(Rollout(failed=self._since.failed).errors[:5])
             raise RolloutError(f"{n_failed} of the last {played} groups cannot be used:\n  {errors}")
 
