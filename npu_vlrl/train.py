@@ -48,6 +48,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
     if start == 0:
         run.evaluations["baseline"] = await run.evaluate("baseline", 0)
 
+    end = False
     async with run.rollouts(start) as rollouts:
         for step in range(start, config.train.steps):
             # before the step, not after it: a run that is resumed from the checkpoint of this step evaluates again
@@ -65,7 +66,9 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
             if end or (done < config.train.steps and every and done % every == 0):
                 await rollouts.beside(partial(run.save, done, learner, rollouts.state()))
             if end:
-                raise Interrupted(f"ended after step {done}, as Ctrl-C asked for; go on with run.if_exists=resume")
+                break
+    if end:
+        raise Interrupted(f"ended after step {done}, as Ctrl-C asked for; go on with run.if_exists=resume")
 
     run.evaluations["final"] = await run.evaluate("final", config.train.steps)
     run.save(config.train.steps, learner, rollouts.state())

@@ -52,14 +52,18 @@ class FreeEngine(RemoteEngine):
         """Raises what `weights_changed` raises."""
         self._held = True
         try:
-            playing = dict(self._playing)
-            await asyncio.gather(*(link.pause() for link in playing))
-            await asyncio.gather(*playing.values())
+            await self.rest()
             return await in_thread(partial(self._update, version))
         finally:
             self._held = False
             for link in self.links:
                 self._start(link)
+
+    async def rest(self) -> None:
+        """Raises PeerError when an engine is gone."""
+        playing = dict(self._playing)
+        await asyncio.gather(*(link.pause() for link in playing))
+        await asyncio.gather(*playing.values())
 
     def forget_features(self) -> None:
         """Nothing: an asynchronous run does not repeat bit by bit, and its engines may be in a round."""

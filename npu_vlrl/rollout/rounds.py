@@ -130,6 +130,10 @@ class RoundEngine(ABC):
         """See `weights_changed`; an engine whose rounds go on meanwhile interrupts them."""
         return self.weights_changed(version)
 
+    async def rest(self) -> None:
+        """Returns when no round is being played; the episodes have been told to end."""
+        await asyncio.gather(*self._rounds)
+
     @abstractmethod
     def forget_features(self) -> None:
         """Empties the cache of vision features, as it is when a run is resumed."""

@@ -19,6 +19,7 @@ from npu_vlrl.rollout.collect import Rollout, RolloutError, has_failed
 from npu_vlrl.rollout.remote import in_thread
 from npu_vlrl.rollout.rounds import EngineEnded, EngineError, RoundEngine
 from npu_vlrl.rollout.schedule import Schedule
+from npu_vlrl.sync.world import PeerError
 from npu_vlrl.types import EpisodeStatus, Task, Trajectory
 from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
 
@@ -112,10 +113,12 @@ class Stream:
         self._fill()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for job in self._jobs:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
+        if kind is None or not issubclass(kind, (EngineError, PeerError)):  # else it could wait long for a dead one
+            await self.episodes.engine.rest()
 
     async def take(self, step: int) -> Rollout:
         """The groups of a step, once they are there.

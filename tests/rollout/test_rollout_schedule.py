@@ -1,4 +1,4 @@
-"""The rule of asynchronous training, on random schedules: nothing is lost, doubled or too old, and nobody waits for ever."""
+"""The rule of asynchronous training, on random schedules: nothing is lost, doubled or too old; all steps are made."""
 
 from __future__ import annotations
 
