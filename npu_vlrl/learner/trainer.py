@@ -227,7 +227,7 @@ class Learner:
         return metrics, critic_metrics, norms
 
     def _policy_loss(
-        self, batch: MicroBatch, hidden_NH: Tensor, tokens: int, samples: int, version: int | None
+        self, batch: MicroBatch, hidden_NH: Tensor, tokens: int, samples: int, version: int | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """The loss, its metrics, and which of the scored tokens are finite. `tokens` and `samples` count those of the
         whole update; `gap_max` is that of tokens of this version.
