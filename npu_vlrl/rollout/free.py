@@ -11,6 +11,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
+from typing import cast
 
 from torch import Tensor
 
@@ -75,8 +76,8 @@ class FreeEngine(RemoteEngine):
     def _place(self) -> None:
         waiting = {asked[0].session: asked for asked in self._arrived if not asked[1].done()}
         self._arrived = []
-        for link, requests in self._share([request for request, _ in waiting.values()]).items():
-            assert isinstance(link, Link)
+        shares = cast(dict[Link, list[Request]], self._share([request for request, _ in waiting.values()]))
+        for link, requests in shares.items():
             self._queues[link] += [waiting[request.session] for request in requests]
             self._start(link)
 
