@@ -71,6 +71,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
             "algorithm.advantage=gigpo compares states, and environment.name=visual_qa does not name them; choose a "
             "game or another algorithm.preset"
         )
+    check_asynchronous(config, algorithm)
     rollout, evaluation = config.rollout, config.evaluation
     setting = make_setting(config, cleanup)
     with blaming("data"):
@@ -106,6 +107,25 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.train.seed),
         Sampling(evaluation.temperature, evaluation.top_p, evaluation.top_k, config.train.seed),
     )
+
+
+def check_asynchronous(config: Config, algorithm: Algorithm) -> None:
+    """Raises ConfigError where `train.staleness` asks for what cannot be, or the algorithm does not correct for it."""
+    staleness = config.train.staleness
+    if not staleness:
+        return
+    if started_processes() == 1 or config.train.learners == "all":
+        raise ConfigError(
+            f"train.staleness={staleness} samples while the learner learns, which takes processes that only sample; "
+            "start several with torchrun and fewer train.learners, or set train.staleness=0"
+        )
+    against_behaviour = algorithm.loss != "reinforce" and algorithm.loss_mask
+    corrected = config.algorithm.correction != "off" or algorithm.loss == "decoupled_ppo"
+    if not corrected and (staleness > 1 or not against_behaviour):
+        raise ConfigError(
+            f"train.staleness={staleness} trains on tokens of earlier weights, and algorithm.loss={algorithm.loss} "
+            "does not correct that here; set algorithm.correction to tis or icepop, or algorithm.loss to decoupled_ppo"
+        )
 
 
 def new_learners(config: Config, parts: Parts) -> LearnerGroup:

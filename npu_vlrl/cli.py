@@ -1,7 +1,7 @@
 """`npu-vlrl train | eval | play | config | doctor | data …`: words to one function call, errors to exit codes.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input or missing hardware (one message that says what to change), 130 Ctrl-C
-under Ray.
+Exit codes: 0 done, 1 the run failed, 2 bad input or missing hardware (one message that says what to change), 130 a
+training was ended by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from npu_vlrl import __version__
 from npu_vlrl.cluster import drives
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     options = _parse(arguments)
     from npu_vlrl.hardware import HardwareError
+    from npu_vlrl.interrupt import Interrupted
     from npu_vlrl.learner.checkpoint import CheckpointError
     from npu_vlrl.learner.trainer import LearnerError
     from npu_vlrl.report.console import printable
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError, HardwareError, CheckpointError) as error:
         print(f"npu-vlrl: {printable(str(error))}", file=sys.stderr)
         return BAD_INPUT
+    except Interrupted as end:
+        print(f"npu-vlrl: {end}", file=sys.stderr)
+        return INTERRUPTED
     except (EngineError, LearnerError, PeerError, RolloutError, SyncError) as error:
         print(f"npu-vlrl: the run failed: {printable(str(error))}", file=sys.stderr)
         return FAILED if started_processes() == 1 else leave(FAILED)

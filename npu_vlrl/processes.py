@@ -24,6 +24,7 @@ from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout import remote
+from npu_vlrl.rollout.free import FreeEngine
 from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer, weights_from_disk
@@ -40,7 +41,7 @@ def run_engine(config: Config) -> None:
     Raises what `serve` raises.
     """
     platform = prepare(config)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process; the learner's word is enough
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the learner still needs this one
     world = join(platform, config.sync.timeout_s, device=device_number(config), learners=learners(config))
     ranks = learning_ranks(world)
 
@@ -154,7 +155,8 @@ def new_engine(
         return remote.LearnersEngine(world, own_engine(config, platform, loaded, vision))
     if world is not None:
         folder = run_dir / "weights" if config.sync.through == "disk" else None
-        return remote.RemoteEngine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20, folder)
+        remote_engine = FreeEngine if config.train.staleness else remote.RemoteEngine
+        return remote_engine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20, folder)
     if config.rollout.engine == "vllm":
         workers = config.rollout.tensor_parallel
         return vllm_engine(config, platform, loaded, cleanup, workers if workers > 1 else 0)

@@ -19,6 +19,8 @@ from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.metrics import rollout_metrics
 from npu_vlrl.report.run_folder import RunFolder, versions
 from npu_vlrl.rollout.collect import Rollout, collect
+from npu_vlrl.rollout.schedule import Schedule
+from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
 from npu_vlrl.sync.world import is_engine
 from npu_vlrl.types import Sample, Trajectory
 from npu_vlrl.workflow.export import export
@@ -74,6 +76,28 @@ class Run:
         self.folder.rewind(step)
         return step
 
+    def rollouts(self, step: int) -> InTurn | Stream:
+        """Where the steps from `step` on get their groups."""
+        config, parts = self.config, self.parts
+        if not config.train.staleness:
+            return InTurn(self.rollout, parts.train_tasks, parts.engine)
+        assert parts.world is not None, "`build` lets no other run be asynchronous"
+        episodes = Episodes(
+            parts.workflow,
+            parts.engine,
+            config.rollout.group_size,
+            parts.train_sampling,
+            config.rollout.max_failed_share,
+            self.has_spread,
+            config.algorithm.max_extra_groups if parts.algorithm.dynamic_sampling else 0,
+        )
+        schedule = Schedule(config.rollout.groups, config.train.staleness, config.train.steps, step)
+        return Stream(episodes, parts.train_tasks, schedule, parts.world.enter_thread)
+
+    def has_spread(self, group: Sequence[Trajectory]) -> bool:
+        """Whether the outcomes of a group differ."""
+        return len({sample.outcome for sample in self.export(group)}) > 1
+
     async def rollout(self, step: int) -> Rollout:
         """Plays the groups of a step."""
         config, parts = self.config, self.parts
@@ -86,10 +110,10 @@ class Run:
             parts.train_sampling,
             f"step{step}",
             config.rollout.max_failed_share,
-            lambda group: len({sample.outcome for sample in self.export(group)}) > 1,
+            self.has_spread,
             config.algorithm.max_extra_groups if parts.algorithm.dynamic_sampling else 0,
         )
-        parts.engine.rest()  # the learner needs the memory now
+        parts.engine.sleep()  # the learner needs the memory now
         return played
 
     def export(self, trajectories: Sequence[Trajectory]) -> list[Sample]:
@@ -157,9 +181,10 @@ class Run:
         yield from (f"update skipped, not finite: sample {name}" for name in learner.skipped[self._told_updates :])
         self._told_records, self._told_updates = len(records), len(learner.skipped)
 
-    def save(self, steps: int, learner: LearnerGroup) -> Path:
+    def save(self, steps: int, learner: LearnerGroup, tasks: dict[str, Any]) -> Path:
+        """`tasks` is the state of the source of tasks; another thread may draw from it meanwhile."""
         self.parts.engine.forget_features()  # as `learner.save` does with the learner's
-        state = {"tasks": self.parts.train_tasks.state_dict(), "evaluations": self.evaluations}
+        state = {"tasks": tasks, "evaluations": self.evaluations}
         keep = self.config.run.keep_checkpoints
         return learner.save(self.folder.checkpoints, steps, self.parts.platform, state, keep)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from npu_vlrl.config import Config
+from npu_vlrl.interrupt import CtrlC, Interrupted
 from npu_vlrl.learner.algorithm import assign_advantages, most_varied
+from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.processes import run_engine
+from npu_vlrl.rollout.collect import Rollout
 from npu_vlrl.run import Run
 from npu_vlrl.sync.world import is_engine
+from npu_vlrl.types import Sample
 from npu_vlrl.warm_start import warm_start
 
 
@@ -20,15 +25,19 @@ def train(config: Config) -> dict[str, Any]:
 
     Of several processes, as torchrun starts them, the first does so; the others learn with it or sample for it
     (`train.learners`), and return nothing.
+
+    Raises Interrupted after the first Ctrl-C, with a checkpoint of the last step; a second one ends the process.
     """
     if is_engine():
         run_engine(config)
         return {}
     with ExitStack() as cleanup:
-        return asyncio.run(_train(Run(config, cleanup)))
+        run, ctrl_c = Run(config, cleanup), CtrlC()
+        with ctrl_c.caught():
+            return asyncio.run(_train(run, ctrl_c))
 
 
-async def _train(run: Run) -> dict[str, Any]:
+async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
     began = time.monotonic()
     config, engine = run.config, run.parts.engine
 
@@ -39,22 +48,35 @@ async def _train(run: Run) -> dict[str, Any]:
     if start == 0:
         run.evaluations["baseline"] = await run.evaluate("baseline", 0)
 
-    for step in range(start, config.train.steps):
-        # before the step, not after it: a run that is resumed from the checkpoint of this step evaluates again
-        if step and config.evaluation.every and step % config.evaluation.every == 0:
-            await run.evaluate("evaluation", step)
-        step_began = time.monotonic()
-        rollout = await run.rollout(step)
-        rolled_out = time.monotonic()
-        exported = most_varied(run.export(rollout.trajectories), config.algorithm.keep_groups)
-        samples = assign_advantages(learner.score(exported), run.parts.algorithm)
-        metrics = learner.step(samples) | engine.weights_changed(step + 1)
-        metrics |= {"rollout_seconds": rolled_out - step_began, "seconds": time.monotonic() - step_began}
-        run.report(step, rollout, samples, metrics, learner)
-        done = step + 1
-        if done < config.train.steps and config.run.checkpoint_every and done % config.run.checkpoint_every == 0:
-            run.save(done, learner)
+    end = False
+    async with run.rollouts(start) as rollouts:
+        for step in range(start, config.train.steps):
+            # before the step, not after it: a run that is resumed from the checkpoint of this step evaluates again
+            if step and config.evaluation.every and step % config.evaluation.every == 0:
+                await run.evaluate("evaluation", step)
+            step_began = time.monotonic()
+            rollout = await rollouts.take(step)
+            rolled_out = time.monotonic()
+            samples, metrics = await rollouts.beside(partial(_learn, run, learner, step, rollout))
+            metrics |= rollout.metrics | await rollouts.update(step + 1)
+            metrics |= {"rollout_seconds": rolled_out - step_began, "seconds": time.monotonic() - step_began}
+            run.report(step, rollout, samples, metrics, learner)
+            done, every = step + 1, config.run.checkpoint_every
+            end = ctrl_c.asked and done < config.train.steps
+            if end or (done < config.train.steps and every and done % every == 0):
+                await rollouts.beside(partial(run.save, done, learner, rollouts.state()))
+            if end:
+                break
+    if end:
+        raise Interrupted(f"ended after step {done}, as Ctrl-C asked for; go on with run.if_exists=resume")
 
     run.evaluations["final"] = await run.evaluate("final", config.train.steps)
-    run.save(config.train.steps, learner)
+    run.save(config.train.steps, learner, rollouts.state())
     return run.finish(time.monotonic() - began)
+
+
+def _learn(run: Run, learner: LearnerGroup, step: int, rollout: Rollout) -> tuple[list[Sample], dict[str, float]]:
+    """Trains on the groups of a step; returns the samples with their advantages, and metrics."""
+    exported = most_varied(run.export(rollout.trajectories), run.config.algorithm.keep_groups)
+    samples = assign_advantages(learner.score(exported), run.parts.algorithm)
+    return samples, learner.step(samples, step)

@@ -34,7 +34,7 @@ class StopReason(StrEnum):
     TURN_BUDGET = "turn_budget"
     CONTEXT_FULL = "context_full"
     INTERRUPTED = "interrupted"
-    """The engine was asked to stop early; the turn goes on from its tokens, and no ACTION ends so."""
+    """Between an engine and its session only, which asks again for the rest."""
 
 
 class EpisodeStatus(StrEnum):

@@ -135,6 +135,9 @@ class TrainConfig(Section):
     seed: CountOrOff = 0
     threads: CountOrOff = 0
     """CPU threads of PyTorch; 0 leaves its default."""
+    staleness: CountOrOff = 0
+    """Largest number of updates between the weights that an episode began with and those that are trained on it; 0
+    plays and learns in turn. See docs/asynchronous.md."""
     learners: Count | Literal["all"] = 1
     """Of several processes the first ones learn, as many as this, and the others sample for them; or all of them learn
     and sample."""

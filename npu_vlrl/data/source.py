@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class TaskSource:
         self._tasks = tasks
         self._identity = identity
         self._position = 0
+        self._again: list[int] = []
+        """Positions before that one whose tasks come first."""
         self.skipped: dict[str, str] = {}
         """Bad rows and what is wrong with them, by `where`."""
 
@@ -52,11 +54,20 @@ class TaskSource:
 
     def next(self, n: int) -> list[Task]:
         """The next `n` tasks."""
-        tasks = []
-        for _ in range(n):
-            tasks.append(self._tasks(self._position))
-            self._position += 1
-        return tasks
+        return [self.draw()[1] for _ in range(n)]
+
+    def draw(self) -> tuple[int, Task]:
+        """The next task and its position; no two tasks of a run have the same one."""
+        while True:
+            position = self._again.pop(0) if self._again else self._position
+            self._position = max(self._position, position + 1)
+            task = self._at(position)
+            if task is not None:
+                return position, task
+
+    def _at(self, position: int) -> Task | None:
+        """None for what is skipped."""
+        return self._tasks(position)
 
     def all(self) -> Iterator[Task]:
         """One pass in order, apart from `next`'s position; endless for generated tasks."""
@@ -65,9 +76,10 @@ class TaskSource:
             yield self._tasks(index)
             index += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position, as plain JSON."""
-        return {"identity": dict(self._identity), "position": self._position}
+    def state_dict(self, unfinished: Sequence[int] = ()) -> dict[str, Any]:
+        """The position, as plain JSON. Tasks at the positions `unfinished`, which were drawn, will be drawn again."""
+        again = [*unfinished, *self._again]
+        return {"identity": dict(self._identity), "position": self._position, "again": again}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken. Raises ValueError when it belongs to other data or another seed."""
@@ -78,7 +90,7 @@ class TaskSource:
                     f"the saved position belongs to other data: its {key} is {saved!r}, here it is {here!r}; resume "
                     "with the same data and seed, or start a new run"
                 )
-        self._position = state["position"]
+        self._position, self._again = state["position"], list(state.get("again", ()))  # older ones have nothing again
 
 
 class _RecordSource(TaskSource):
@@ -102,14 +114,8 @@ class _RecordSource(TaskSource):
         self._seen = self._failures = 0
         self._epoch, self._order = -1, list(range(len(tasks)))
 
-    def next(self, n: int) -> list[Task]:
-        tasks: list[Task] = []
-        while len(tasks) < n:
-            task = self._try(self._row(self._position))
-            self._position += 1
-            if task is not None:
-                tasks.append(task)
-        return tasks
+    def _at(self, position: int) -> Task | None:
+        return self._try(self._row(position))
 
     def all(self) -> Iterator[Task]:
         for row in range(len(self._file)):
@@ -117,9 +123,10 @@ class _RecordSource(TaskSource):
             if task is not None:
                 yield task
 
-    def state_dict(self) -> dict[str, Any]:
-        counts = {"seen": self._seen, "failures": self._failures, "skipped": dict(self.skipped)}
-        return super().state_dict() | counts
+    def state_dict(self, unfinished: Sequence[int] = ()) -> dict[str, Any]:
+        seen = self._seen - len(unfinished)  # they will be seen again
+        counts = {"seen": seen, "failures": self._failures, "skipped": dict(self.skipped)}
+        return super().state_dict(unfinished) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -76,9 +76,9 @@ class LearnerGroup:
         """See `Learner.score`."""
         return self._together("score", partial(self.own.score, samples), samples=samples)
 
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def step(self, samples: Sequence[Sample], version: int | None = None) -> dict[str, float]:
         """See `Learner.step`."""
-        metrics = self._together("step", partial(self.own.step, samples), samples=samples)
+        metrics = self._together("step", partial(self.own.step, samples, version), {"version": version}, samples)
         self._compare("step")
         return metrics
 
@@ -179,7 +179,7 @@ class _Follower:
             case "score":
                 self._learner.score(samples)
             case "step":
-                self._learner.step(samples)
+                self._learner.step(samples, message.content["version"])
             case "supervise":
                 self._learner.supervise(samples, message.content["lr"])
             case "forget_features":

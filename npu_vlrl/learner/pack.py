@@ -44,6 +44,8 @@ class MicroBatch:
     """bool [N]: which of the scored tokens the policy sampled."""
     behaviour_N: Tensor
     """float32 [N]: log-probabilities under the policy that sampled; those of the proximal one where nobody did."""
+    versions_N: Tensor
+    """int64 [N]: of the weights that sampled each token; -1 where nobody did."""
     proximal_N: Tensor | None
     reference_N: Tensor | None
     values_N: Tensor | None
@@ -54,6 +56,10 @@ class MicroBatch:
     """See `Credit`; zeros where nothing was estimated."""
     images_elsewhere: bool = False
     """Whether the micro-batch that another rank computes at the same time has images, and this one has none."""
+
+    def is_of(self, version: int) -> Tensor:
+        """bool [N]: which tokens no other version of the weights sampled."""
+        return (self.versions_N == version) | (self.versions_N < 0)
 
 
 def plan_ranks(
@@ -176,6 +182,8 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
     credits = [sample.credit or _no_credit(sample.n_scored) for sample in samples]
     sampled_N = on_device([np.asarray(sample.sampled_mask) for sample in samples])
     behaviour_N = on_device([np.asarray(sample.behaviour_logprobs, dtype=np.float32) for sample in samples])
+    versions_N = torch.full_like(sampled_N, -1, dtype=torch.int64)
+    versions_N[sampled_N] = on_device([np.asarray(sample.weight_versions, dtype=np.int64) for sample in samples])
     proximal_N = scores("proximal_N")
     return MicroBatch(
         sample_ids=tuple(sample.id for sample in samples),
@@ -189,6 +197,7 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
         sample_N=on_device(owners),
         sampled_N=sampled_N,
         behaviour_N=behaviour_N if proximal_N is None else torch.where(sampled_N, behaviour_N, proximal_N),
+        versions_N=versions_N,
         proximal_N=proximal_N,
         reference_N=scores("reference_N"),
         values_N=scores("values_N"),
@@ -219,6 +228,7 @@ def idle(like: Sample, policy: Policy) -> MicroBatch:
         sample_N=nowhere,
         sampled_N=never,
         behaviour_N=none,
+        versions_N=nowhere,
         proximal_N=None if scores.proximal_N is None else none,
         reference_N=None if scores.reference_N is None else none,
         values_N=None if scores.values_N is None else none,

@@ -116,9 +116,10 @@ class Learner:
             for sample, part in zip(samples, parts, strict=True)
         ]
 
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def step(self, samples: Sequence[Sample], version: int | None = None) -> dict[str, float]:
         """Trains on a batch with advantages: `updates` mini-batches of whole groups, `epochs` times.
 
+        `version` is that of the weights: `logprob_gap` leaves tokens of others out. Without it all are looked at.
         Raises LearnerError, with the weights untouched, when the engine's logprobs of the first mini-batch are not the
         learner's, and when ranks were given different samples.
         """
@@ -137,7 +138,7 @@ class Learner:
                 chosen = [sample for sample in samples if sample.group in part]
                 if not chosen:
                     continue
-                new, new_critic, norms = self._update(chosen, check_gap=not metrics)
+                new, new_critic, norms = self._update(chosen, version, check_gap=not metrics)
                 if not metrics:
                     extra["logprob_gap"] = reduce_metrics(new)["gap_max"]
                 metrics += new
@@ -183,7 +184,9 @@ class Learner:
         for vision in (self.vision, self._reference_vision):
             vision.forget()
 
-    def _update(self, samples: Sequence[Sample], check_gap: bool) -> tuple[Metrics, Metrics, dict[str, float | None]]:
+    def _update(
+        self, samples: Sequence[Sample], version: int | None, check_gap: bool
+    ) -> tuple[Metrics, Metrics, dict[str, float | None]]:
         """Metrics of all ranks' micro-batches, of the policy and of the critic, and the gradients' norms: None when a
         step was skipped. While the critic warms up the policy takes no step.
         """
@@ -197,7 +200,7 @@ class Learner:
         for batch in self._in_turn(samples):
             with torch.set_grad_enabled(learns):
                 hidden_NH = self._hidden(batch, self.policy, self.vision)
-                loss, new, finite_N = self._policy_loss(batch, hidden_NH, tokens, len(samples))
+                loss, new, finite_N = self._policy_loss(batch, hidden_NH, tokens, len(samples), version)
             bad |= {batch.sample_ids[i] for i in batch.sample_N[~finite_N].unique().tolist()}
             total += loss.item()
             metrics.append(new)
@@ -231,11 +234,9 @@ class Learner:
         return metrics, critic_metrics, norms
 
     def _policy_loss(
-        self, batch: MicroBatch, hidden_NH: Tensor, tokens: int, samples: int
+        self, batch: MicroBatch, hidden_NH: Tensor, tokens: int, samples: int, version: int | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The loss, its metrics, and which of the scored tokens are finite. `tokens` and `samples` count those of the
-        whole update.
-        """
+        """The loss, its metrics, and which scored tokens are finite. `tokens` and `samples` are those of the update."""
         algorithm = self.algorithm
         logprobs_N, entropy_N = self._logprobs(batch, self.policy, hidden_NH, self.temperature)
         # without observations every scored token is trained, and nothing needs to be picked
@@ -271,6 +272,7 @@ class Learner:
             kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
             kl_kind=algorithm.kl_kind,
             entropy_coef=self.config.entropy_coef,
+            current_N=None if version is None else batch.is_of(version)[pick],
         )
         finite_N = torch.isfinite(logprobs_N) & torch.isfinite(batch.advantages_N)
         if batch.reference_N is not None:

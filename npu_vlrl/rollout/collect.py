@@ -25,6 +25,8 @@ class Rollout:
     failed: list[list[Trajectory]] = field(default_factory=list)
     replaced: int = 0
     """Groups that dynamic sampling replaced because they had no spread."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """How they came about, where there is something to tell."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -80,7 +82,7 @@ async def collect(
         groups = await play(next_tasks(wanted), workflow, engine, group_size, sampling, f"{prefix}.{len(flat)}")
         n_flat = len(flat)
         for group in groups:
-            if _failed(group):
+            if has_failed(group):
                 rollout.failed.append(group)
             elif max_extra_groups and not has_spread(group):
                 flat.append(group)
@@ -98,5 +100,6 @@ async def collect(
     return rollout
 
 
-def _failed(group: Sequence[Trajectory]) -> bool:
+def has_failed(group: Sequence[Trajectory]) -> bool:
+    """Whether a member cannot be used; then the group cannot."""
     return any(trajectory.status is EpisodeStatus.FAILED for trajectory in group)

@@ -3,7 +3,7 @@
 In the learner's process it shares the learner's weights, so nothing can be stale; in an engine process it has a copy.
 Prompts that are equal (the members of a group) are computed once and copied; a later turn continues from the keys and
 values of the turn before. Where the device can record work, a step of decoding is recorded for each size of batch and
-replayed, and the host looks at what was drawn every few steps only.
+replayed, and the host looks at what was drawn every few steps only; it then also asks whether to interrupt the round.
 """
 
 from __future__ import annotations
@@ -132,7 +132,11 @@ class InProcessEngine(LocalEngine):
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
-            for wave in self._waves(turns):
+            for number, wave in enumerate(self._waves(turns)):
+                if number and self.interrupted():  # the first wave draws a token in any case: a round gets somewhere
+                    for turn in wave:
+                        turn.outcome = Generation((), (), (), StopReason.INTERRUPTED)
+                    continue
                 batch = self._batch_for(wave)
                 rows = self._prefill(batch, wave)
                 self._decode(batch, rows)
@@ -222,9 +226,12 @@ class InProcessEngine(LocalEngine):
     # --- decoding ---
 
     def _decode(self, batch: Batch, rows: list[_Turn]) -> None:
-        """Steps until no turn runs; turns that have ended leave the batch."""
+        """Steps until no turn runs; turns that have ended leave the batch, and all do when the round is interrupted."""
         done = 1
         while rows := self._settle(batch, rows):
+            if self.interrupted():
+                self._finish(batch, rows, range(len(rows)), interrupted=True)
+                return
             left = max(turn.request.sampling.max_new_tokens for turn in rows) - done
             for _ in range(min(UNSEEN_STEPS, left) if batch.recorder else 1):
                 batch.step(len(rows), min(batch.room, max(turn.n_context for turn in rows) + done))
@@ -234,11 +241,7 @@ class InProcessEngine(LocalEngine):
         """Answers the turns that have ended; returns those that still run, in their rows."""
         running = batch.running_B[: len(rows)].tolist()
         ended = [row for row, runs in enumerate(running) if not runs]
-        if ended:
-            at = torch.tensor(ended, device=self.policy.device)
-            found = (x[at].tolist() for x in (batch.drawn_B, batch.ids_BN, batch.logprobs_BN))
-            for row, count, ids, logprobs in zip(ended, *found, strict=True):
-                self._answer(batch, row, rows[row], tuple(ids[:count]), tuple(logprobs[:count]))
+        self._finish(batch, rows, ended)
         left = sum(running)
         holes = [row for row in ended if row < left]
         late = [row for row, runs in enumerate(running) if runs and row >= left]
@@ -247,7 +250,24 @@ class InProcessEngine(LocalEngine):
             rows[hole] = rows[row]
         return rows[:left]
 
-    def _answer(self, batch: Batch, row: int, turn: _Turn, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
+    def _finish(self, batch: Batch, rows: list[_Turn], which: Sequence[int], interrupted: bool = False) -> None:
+        """Answers the turns of these rows with what they have drawn."""
+        if not which:
+            return
+        at = torch.tensor(which, device=self.policy.device)
+        found = (x[at].tolist() for x in (batch.drawn_B, batch.ids_BN, batch.logprobs_BN))
+        for row, count, ids, logprobs in zip(which, *found, strict=True):
+            self._answer(batch, row, rows[row], tuple(ids[:count]), tuple(logprobs[:count]), interrupted)
+
+    def _answer(
+        self,
+        batch: Batch,
+        row: int,
+        turn: _Turn,
+        ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        interrupted: bool,
+    ) -> None:
         request = turn.request
         self._caches.pop(request.session, None)
         if not math.isfinite(logprobs[-1]):
@@ -261,15 +281,12 @@ class InProcessEngine(LocalEngine):
         held = request.token_ids + ids[:-1]
         if kept + len(held) * KeyValues.bytes_per_token(self.policy) <= self.cache_bytes:
             self._caches[request.session] = batch.kv.save(row, held, request.images)
-        self.counts.turns += 1
+        self.counts.turns += not interrupted
         self.counts.tokens_decoded += len(ids)
-        ended = ids[-1] in self.policy.special.end_of_turn
-        turn.outcome = Generation(
-            ids,
-            logprobs,
-            (self.weight_version,) * len(ids),
-            StopReason.END_OF_TURN if ended else StopReason.TURN_BUDGET,
-        )
+        stop = StopReason.INTERRUPTED if interrupted else StopReason.TURN_BUDGET
+        if ids[-1] in self.policy.special.end_of_turn:
+            stop = StopReason.END_OF_TURN
+        turn.outcome = Generation(ids, logprobs, (self.weight_version,) * len(ids), stop)
 
 
 def _chunks(turns: Sequence[_Turn]) -> Iterator[range]:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from npu_vlrl.rollout.inprocess import InProcessEngine
-from npu_vlrl.rollout.rounds import EngineCounts, EngineError, Outcome, Request, RoundEngine
+from npu_vlrl.rollout.rounds import EngineCounts, EngineEnded, Outcome, Request, RoundEngine
 from npu_vlrl.rollout.wire import RoundWriter, unpack_outcomes
 from npu_vlrl.sync.channel import Channel, Message
 from npu_vlrl.sync.disk import DiskSender
@@ -55,21 +55,22 @@ class SharedEngine(RoundEngine):
     def __init__(self, world: World, own: InProcessEngine | None = None) -> None:
         """`own` is this process's engine, where it has one. Waits until every other process has loaded its model.
 
-        Raises EngineError when one cannot, and PeerError when one is gone.
+        Raises EngineEnded when one cannot, and PeerError when one is gone.
         """
         super().__init__()
-        others = {channel.peer.rank: _Link(channel, world.timeout_s) for channel in channels(world)}
+        self.world = world
+        others = {channel.peer.rank: Link(channel, world.timeout_s) for channel in channels(world)}
         for link in others.values():
             link.receive("ready", world.start_timeout_s)
         self.links = [others[rank] for rank in world.engines]
-        self._places: list[_Here | _Link] = [*([_Here(own)] if own else []), *self.links]
-        self._homes: dict[int, _Here | _Link] = {}
+        self._places: list[_Here | Link] = [*([_Here(own)] if own else []), *self.links]
+        self._homes: dict[int, _Here | Link] = {}
         """Where each open session is."""
 
     async def play(self, requests: Sequence[Request]) -> list[Outcome]:
         shares = self._share(requests)
         answers = await asyncio.gather(*(place.ask(share) for place, share in shares.items()))
-        self.counts = EngineCounts(*map(sum, zip(*(astuple(place.counts) for place in self._places), strict=True)))
+        self._count()
         outcomes = {
             request.session: outcome
             for share, answer in zip(shares.values(), answers, strict=True)
@@ -86,11 +87,14 @@ class SharedEngine(RoundEngine):
         if place is not None:
             place.forget_session(number)
 
-    def _share(self, requests: Sequence[Request]) -> dict[_Here | _Link, list[Request]]:
+    def _count(self) -> None:
+        self.counts = EngineCounts(*map(sum, zip(*(astuple(place.counts) for place in self._places), strict=True)))
+
+    def _share(self, requests: Sequence[Request]) -> dict[_Here | Link, list[Request]]:
         """The requests of each engine; sessions that are new get a home."""
         load = Counter(self._homes.values())
-        together: dict[object, _Here | _Link] = {}
-        shares: dict[_Here | _Link, list[Request]] = {}
+        together: dict[object, _Here | Link] = {}
+        shares: dict[_Here | Link, list[Request]] = {}
         for request in requests:
             home = self._homes.get(request.session)
             if home is None:
@@ -153,7 +157,7 @@ class _Here:
         return self._engine.counts
 
 
-class _Link:
+class Link:
     """One engine process."""
 
     def __init__(self, channel: Channel, timeout_s: float) -> None:
@@ -163,12 +167,25 @@ class _Link:
         """Sessions that it need not keep; told with the next round."""
         self._timeout_s = timeout_s
         self._writer = RoundWriter()
+        self._asked = threading.Event()
+        """The last round is on its way to the engine, whole."""
+        self._asked.set()
 
     def ask(self, requests: Sequence[Request]) -> Awaitable[list[Outcome]]:
         """Asks at once, in a thread; the answer is awaited."""
         content, blobs = self._writer.pack(requests)
         content["closed"], self.closed = self.closed, []
-        return _in_thread(partial(self._play, content, blobs))
+        self._asked = threading.Event()
+        return in_thread(partial(self._play, content, blobs, self._asked))
+
+    def pause(self) -> Awaitable[None]:
+        """Interrupts the round that is being played; its answer comes as ever. No round must be asked meanwhile."""
+
+        def tell() -> None:
+            self._asked.wait()
+            self.channel.send("pause")
+
+        return in_thread(tell)
 
     def forget_features(self) -> None:
         self.channel.send("forget_features")
@@ -176,8 +193,11 @@ class _Link:
     def forget_session(self, number: int) -> None:
         self.closed.append(number)
 
-    def _play(self, content: dict[str, Any], blobs: list[bytes]) -> list[Outcome]:
-        self.channel.send("round", content, blobs)
+    def _play(self, content: dict[str, Any], blobs: list[bytes], asked: threading.Event) -> list[Outcome]:
+        try:
+            self.channel.send("round", content, blobs)
+        finally:
+            asked.set()
         answer = self.receive("answers", self._timeout_s)
         self.counts = EngineCounts(*answer.content["counts"])
         return unpack_outcomes(answer, self.channel.peer)
@@ -185,12 +205,12 @@ class _Link:
     def receive(self, kind: str, timeout_s: float) -> Message:
         message = self.channel.receive(timeout_s)
         if message.kind == "error":
-            raise EngineError(f"{self.channel.peer}: {message.content['message']}")
+            raise EngineEnded(f"{self.channel.peer}: {message.content['message']}")
         assert message.kind == kind, f"{self.channel.peer} sent {message.kind} instead of {kind}"
         return message
 
 
-def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Runs `work` in a thread that nothing waits for: when one engine is gone, the run must not wait for another."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

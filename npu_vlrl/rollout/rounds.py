@@ -7,16 +7,21 @@ sessions were opened. What is in a round depends on the requests alone, never on
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from npu_vlrl.types import Generation, ImageInput, SamplingParams, Segment
+from npu_vlrl.types import Generation, ImageInput, SamplingParams, Segment, StopReason
 
 
 class EngineError(RuntimeError):
     """An engine could not do what it was asked; the message names its process, or vLLM."""
+
+
+class EngineEnded(EngineError):
+    """The process of an engine failed, and nothing can be asked of it any more."""
 
 
 @dataclass
@@ -48,6 +53,18 @@ class Request:
         """Equal for requests with the same tokens and pictures, such as the first turns of a group."""
         return self.token_ids, tuple(image.image.hash for image in self.images)
 
+    def after(self, part: Generation) -> Request:
+        """What asks for the rest of a turn of which `part` is there.
+
+        The rest is drawn with a seed of its own: an engine draws from the beginning of what a seed gives.
+        """
+        if not part.token_ids:
+            return self
+        left = self.sampling.max_new_tokens - len(part.token_ids)
+        digest = hashlib.sha256(f"{self.sampling.seed}/{len(part.token_ids)}".encode()).digest()
+        sampling = replace(self.sampling, max_new_tokens=left, seed=int.from_bytes(digest[:7]))
+        return replace(self, token_ids=self.token_ids + part.token_ids, sampling=sampling)
+
 
 Outcome = Generation | Exception
 """What became of a request; a ValueError is the fault of the request alone."""
@@ -61,14 +78,28 @@ class Session:
         self.number = number
 
     async def generate(self, context: Sequence[Segment], sampling: SamplingParams) -> Generation:
+        """A whole turn, in as many parts as it is interrupted; each token keeps the version that made it."""
         token_ids = tuple(token for segment in context for token in segment.token_ids)
         images = tuple(image for segment in context for image in segment.images)
         if not token_ids or sampling.max_new_tokens < 1:
             raise ValueError("a generation needs a context and at least one new token")
-        return await self.engine.ask(Request(self.number, token_ids, images, sampling))
+        request = Request(self.number, token_ids, images, sampling)
+        turn = await self.engine.ask(request)
+        while turn.stop_reason is StopReason.INTERRUPTED:
+            turn = _joined(turn, await self.engine.ask(request.after(turn)))
+        return turn
 
     def close(self) -> None:
         self.engine.close_session(self.number)
+
+
+def _joined(part: Generation, rest: Generation) -> Generation:
+    return Generation(
+        part.token_ids + rest.token_ids,
+        part.logprobs + rest.logprobs,
+        part.weight_versions + rest.weight_versions,
+        rest.stop_reason,
+    )
 
 
 class RoundEngine(ABC):
@@ -76,9 +107,9 @@ class RoundEngine(ABC):
 
     def __init__(self) -> None:
         self.weight_version = 0
-        self.interrupted: Callable[[], bool] = lambda: False
-        """Asked between steps of decoding; when it says True, the turns of the round come back as far as they are."""
         self.counts = EngineCounts()
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Asked again and again during a round: True ends it, and unfinished turns are answered with what they have."""
         self._numbers = itertools.count()
         self._open: set[int] = set()
         self._waiting: dict[int, tuple[Request, asyncio.Future[Generation]]] = {}
@@ -95,8 +126,16 @@ class RoundEngine(ABC):
         Returns what the transfer cost, as metrics; nothing where the weights are shared.
         """
 
-    def rest(self) -> None:  # noqa: B027  # most have none to give
+    def sleep(self) -> None:  # noqa: B027  # most have none to give
         """Gives back what memory it can until `weights_changed`; call it between rounds."""
+
+    async def update(self, version: int) -> dict[str, float]:
+        """See `weights_changed`; an engine whose rounds go on meanwhile interrupts them."""
+        return self.weights_changed(version)
+
+    async def rest(self) -> None:
+        """Returns when no round is being played; the episodes have been told to end."""
+        await asyncio.gather(*self._rounds)
 
     @abstractmethod
     def forget_features(self) -> None:
@@ -145,10 +184,15 @@ class RoundEngine(ABC):
             outcomes = await self.play([request for request, _ in asked])
         except Exception as error:
             outcomes = [error] * len(asked)
-        for (_, answer), outcome in zip(asked, outcomes, strict=True):
-            if answer.done():  # nobody awaits it any more
-                continue
-            if isinstance(outcome, Exception):
-                answer.set_exception(outcome)
-            else:
-                answer.set_result(outcome)
+        settle([answer for _, answer in asked], outcomes)
+
+
+def settle(answers: Sequence[asyncio.Future[Generation]], outcomes: Sequence[Outcome]) -> None:
+    """Gives the outcomes of a round to those who await them."""
+    for answer, outcome in zip(answers, outcomes, strict=True):
+        if answer.done():  # nobody awaits it any more
+            continue
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)

@@ -76,7 +76,9 @@ def serve(
 
 
 def _rounds(channel: Channel, engine: LocalEngine) -> Handlers:
+    """A message that comes during a round interrupts it; "pause" says nothing else."""
     reader = RoundReader()
+    engine.interrupted = channel.waiting
 
     def play(message: Message) -> None:
         for number in message.content["closed"]:
@@ -84,4 +86,4 @@ def _rounds(channel: Channel, engine: LocalEngine) -> Handlers:
         content, blobs = pack_outcomes(engine.sample(reader.unpack(message)))
         channel.send("answers", {**content, "counts": astuple(engine.counted())}, blobs)
 
-    return {"round": play, "forget_features": lambda _: engine.forget_features()}
+    return {"round": play, "pause": lambda _: None, "forget_features": lambda _: engine.forget_features()}

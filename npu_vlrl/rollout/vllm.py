@@ -87,7 +87,7 @@ class VllmEngine(LocalEngine):
 
         `device` is this process's. `cache_bytes` are taken for keys and values. `record` compiles and records the steps
         of decoding, where the device can. `workers` is over how many processes vLLM splits the model; 0 keeps it in
-        this one. `sleeps` lets it give its memory back in `rest`. `device_bytes` is all memory of one device, None
+        this one. `sleeps` lets it give its memory back in `sleep`. `device_bytes` is all memory of one device, None
         where vLLM needs no share of it.
         Raises ConfigError where vLLM is not installed, and what vLLM raises for what it cannot do.
         """
@@ -162,7 +162,7 @@ class VllmEngine(LocalEngine):
         self.weight_version = version
         return {"sync/bytes": moved, "sync/seconds": time.monotonic() - began}
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=1)  # keeps the weights on the host: those that are frozen come from nowhere else
             self._asleep = True

@@ -120,9 +120,13 @@ class World:
         self._works.put(work)
 
     def _work(self, works: SimpleQueue[Callable[[], None]]) -> None:
-        self._platform.set_device(self._device)  # a new thread begins with device 0
+        self.enter_thread()
         while True:
             works.get()()
+
+    def enter_thread(self) -> None:
+        """A new thread begins with device 0; this gives it the process's own."""
+        self._platform.set_device(self._device)
 
     def close(self) -> None:
         """Ends the connections, and the process group unless a collective hangs in it."""

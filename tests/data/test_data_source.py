@@ -155,3 +155,27 @@ def test_images_die_with_their_tasks(tmp_path: Path) -> None:
         gc.collect()
         assert not any(ref() for ref in refs)
     assert len(refs) == 64
+
+
+def test_tasks_that_were_not_finished_come_first_and_nothing_twice(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", {1}, 6)
+    source = TaskSource.from_records(path, seed=1, shuffle=False, max_skip_share=0.5)
+    drawn = [source.draw() for _ in range(4)]
+    assert [(position, task.id) for position, task in drawn] == [(0, "t/0"), (2, "t/2"), (3, "t/3"), (4, "t/4")]
+    state = json.loads(json.dumps(source.state_dict([2, 4])))
+    resumed = TaskSource.from_records(path, seed=1, shuffle=False, max_skip_share=0.5)
+    resumed.load_state_dict(state)
+    assert resumed.draw()[1].id == "t/2"
+    again = resumed.state_dict([2])
+    assert again["again"] == [2, 4], "what was not drawn yet is kept"
+    assert ids(resumed, 3) == ["t/4", "t/5", "t/0"]
+    # every row that was not skipped counts once, however often it was drawn
+    assert resumed.state_dict()["seen"] == 7 and source.state_dict()["seen"] == 5
+
+
+def test_an_older_state_has_nothing_to_play_again() -> None:
+    source = TaskSource.generated(lambda index: arrow_task(0, index, 56, 28))
+    state = source.state_dict()
+    del state["again"]
+    source.load_state_dict(state | {"position": 3})
+    assert source.draw()[0] == 3

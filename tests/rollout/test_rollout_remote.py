@@ -114,5 +114,5 @@ def test_an_engine_that_cannot_load_its_model_is_named(tmp_path: Path) -> None:
     codes = finish(play(tmp_path, "load", 2), 100)
     assert codes == [0, 1], said(tmp_path, 2)  # it ends with its own error, after the learner
     kind, message = seen(tmp_path, 0)["error"]
-    assert kind == "EngineError" and message.startswith("engine 1 (rank 1, ")
+    assert kind == "EngineEnded" and message.startswith("engine 1 (rank 1, ")
     assert message.endswith("): OSError: the disk is full")

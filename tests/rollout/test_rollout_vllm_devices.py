@@ -72,8 +72,8 @@ def test_weights_wake_first_and_the_cache_last(recorded: None) -> None:
     made, llm = engine(sleeps=True)
     assert llm.arguments["enable_sleep_mode"] is True
     made.weights_changed(0)
-    made.rest()
-    made.rest()
+    made.sleep()
+    made.sleep()
     made.weights_changed(1)
     load_all, forget = f"load {len(made.policy.trainable())}", ["forget prompts", "forget pictures"]
     first = [load_all, *forget]
@@ -84,14 +84,14 @@ def test_weights_wake_first_and_the_cache_last(recorded: None) -> None:
 
 def test_the_order_matters(recorded: None) -> None:
     made, _ = engine(sleeps=True)
-    made.rest()
+    made.sleep()
     with patch.object(made, "_wake"), pytest.raises(AssertionError, match="a fault of the device"):
         made.weights_changed(1)
 
 
 def test_who_does_not_sleep_is_never_put_to_sleep(recorded: None) -> None:
     made, llm = engine(sleeps=False)
-    made.rest()
+    made.sleep()
     assert llm.did == [] and "enable_sleep_mode" not in llm.arguments
 
 

@@ -1,0 +1,51 @@
+"""Ctrl-C in a training: the first one ends it after the step in hand, a second one at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SAME_S = 1.0
+"""A launcher passes Ctrl-C on to processes that have it from the terminal already: what follows so soon is the same."""
+
+
+class Interrupted(RuntimeError):
+    """Ctrl-C ended the training after a whole step; the message says how to go on."""
+
+
+class CtrlC:
+    """Knows whether the user asked for an end."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    @property
+    def asked(self) -> bool:
+        return self._first is not None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Meanwhile Ctrl-C ends nothing at first; only a main thread can have it so, and others change nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._pressed)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            # not print: the signal may come in the middle of one
+            os.write(2, b"\nnpu-vlrl: ending after the step in hand; Ctrl-C again ends at once\n")
+        elif now - self._first > SAME_S:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,235 @@
+"""Where a training gets the groups of its steps: played in turn with the learner, or all the time beside it.
+
+in turn    play 0 | learn 0 | play 1 | learn 1 | ...
+Stream     play ----------------------------------
+           wait   | learn 0 | learn 1 | ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from npu_vlrl.data.source import TaskSource
+from npu_vlrl.rollout.collect import Rollout, RolloutError, has_failed
+from npu_vlrl.rollout.remote import in_thread
+from npu_vlrl.rollout.rounds import EngineEnded, EngineError, RoundEngine
+from npu_vlrl.rollout.schedule import Schedule
+from npu_vlrl.sync.world import PeerError
+from npu_vlrl.types import EpisodeStatus, Task, Trajectory
+from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
+
+T = TypeVar("T")
+
+RETRIES = 2
+"""So often an episode is tried again after an engine could not do its part."""
+
+HOPELESS = 100
+"""So many times the groups of a step may fail before the step has its own, where any share of them may."""
+
+
+class InTurn:
+    """Synchronous: the engine rests while the learner works, and all that is trained on is of its own weights."""
+
+    def __init__(self, collect: Callable[[int], Awaitable[Rollout]], source: TaskSource, engine: RoundEngine) -> None:
+        """`collect` plays the groups of a step."""
+        self.take = collect
+        self.state = source.state_dict
+        self._engine = engine
+
+    async def __aenter__(self) -> InTurn:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing is going on."""
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        return work()
+
+    async def update(self, version: int) -> dict[str, float]:
+        return self._engine.weights_changed(version)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """How the groups of a stream are played."""
+
+    workflow: VisionMultiTurnAgenticWorkflow
+    engine: RoundEngine
+    group_size: int
+    sampling: Sampling
+    max_failed_share: float
+    has_spread: Callable[[Sequence[Trajectory]], bool]
+    max_extra_groups: int = 0
+    """See `collect`: so many groups without spread are replaced for each step."""
+
+
+@dataclass
+class _SinceLastStep:
+    failed: list[list[Trajectory]] = field(default_factory=list)
+    replaced: int = 0
+    retried: int = 0
+
+
+@dataclass
+class _Group:
+    position: int
+    """Of its task in the source."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """Once they are all there."""
+
+
+class Stream:
+    """Groups that are played all the time, as many as the `Schedule` admits; a step takes whole groups from it.
+
+    A failed group is replaced by another. Use it as a context: at the end it stops playing.
+    """
+
+    def __init__(
+        self,
+        episodes: Episodes,
+        source: TaskSource,
+        schedule: Schedule,
+        enter_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`enter_thread` is called first in each thread of the learner."""
+        self.enter_thread = enter_thread
+        self.episodes = episodes
+        self.source = source
+        self.schedule = schedule
+        self._groups: dict[int, _Group] = {}
+        """By number: all that are outstanding."""
+        self._jobs: set[asyncio.Task[list[Trajectory]]] = set()
+        self._since = _SinceLastStep()
+        self._error: BaseException | None = None
+        """What no other group can do anything about: the run ends."""
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Stream:
+        self._fill()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        if kind is None or not issubclass(kind, (EngineError, PeerError)):  # else it could wait long for a dead one
+            await self.episodes.engine.rest()
+
+    async def take(self, step: int) -> Rollout:
+        """The groups of a step, once they are there.
+
+        Raises RolloutError when more than `max_failed_share` of the groups since the last step failed, and what ended
+        an engine or the source of tasks.
+        """
+        began = time.monotonic()
+        while (chosen := self._choose(step)) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        since, self._since = self._since, _SinceLastStep()
+        groups = [self._groups.pop(number).trajectories for number in chosen]
+        metrics = {
+            "async/staleness": sum(chosen.values()) / len(chosen),
+            "async/staleness_max": max(chosen.values()),
+            "async/queue": self.schedule.ready,
+            "async/waited_seconds": time.monotonic() - began,
+            "async/interrupted_tokens": interrupted_share(groups),
+            "async/retried_episodes": since.retried,
+        }
+        self._fill()
+        return Rollout(groups, since.failed, since.replaced, metrics)
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Does the learner's work in a thread, while episodes go on."""
+
+        def enter_and_work() -> T:
+            self.enter_thread()
+            return work()
+
+        return await in_thread(enter_and_work)
+
+    async def update(self, version: int) -> dict[str, float]:
+        """Brings new weights to the engine, in the middle of turns; see `RoundEngine.update`."""
+        metrics = await self.episodes.engine.update(version)
+        self._fill()
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """That of the source, in which tasks that were drawn and not trained will be drawn again."""
+        return self.source.state_dict([self._groups[number].position for number in self.schedule.outstanding])
+
+    def _choose(self, step: int) -> dict[int, int] | None:
+        if self._error is not None:
+            raise self._error
+        return self.schedule.take(step)
+
+    def _fill(self) -> None:
+        """Begins what may begin."""
+        while self._error is None and self.schedule.admit(version := self.episodes.engine.weight_version):
+            position, task = self.source.draw()
+            number = self.schedule.begin(version)
+            self._groups[number] = _Group(position)
+            job = asyncio.get_running_loop().create_task(self._play(task, f"task{position}/{task.id}"))
+            self._jobs.add(job)
+            job.add_done_callback(partial(self._ended, number))
+
+    async def _play(self, task: Task, group: str) -> list[Trajectory]:
+        return await asyncio.gather(*(self._episode(task, group, i) for i in range(self.episodes.group_size)))
+
+    async def _episode(self, task: Task, group: str, member: int) -> Trajectory:
+        attempts = 0
+        while True:
+            session = self.episodes.engine.session()
+            try:
+                return await self.episodes.workflow.run(task, session, group, member, self.episodes.sampling)
+            except EngineEnded:
+                raise
+            except EngineError as error:
+                if attempts == RETRIES:
+                    return Trajectory(task, group, member, (), EpisodeStatus.FAILED, f"{task.id}: {error}")
+            attempts += 1
+            self._since.retried += 1
+
+    def _ended(self, number: int, job: asyncio.Task[list[Trajectory]]) -> None:
+        self._jobs.discard(job)
+        if job.cancelled():
+            return
+        try:
+            self._sort(number, job.result())
+            self._fill()
+        except Exception as error:
+            self._error = error
+        self._changed.set()
+
+    def _sort(self, number: int, trajectories: list[Trajectory]) -> None:
+        """Keeps a group that can be trained on; gives another one up."""
+        since, episodes = self._since, self.episodes
+        if has_failed(trajectories):
+            since.failed.append(trajectories)
+        elif since.replaced < episodes.max_extra_groups and not episodes.has_spread(trajectories):
+            since.replaced += 1
+        else:
+            self._groups[number].trajectories = trajectories
+            self.schedule.finish(number)
+            return
+        self.schedule.fail(number)
+        del self._groups[number]
+        self._check_failures()
+
+    def _check_failures(self) -> None:
+        n_failed, wanted = len(self._since.failed), self.schedule.groups
+        played = n_failed + self._since.replaced + wanted
+        if n_failed > self.episodes.max_failed_share * played or n_failed >= HOPELESS * wanted:
+            errors = "\n  ".join(Rollout(failed=self._since.failed).errors[:5])
+            raise RolloutError(f"{n_failed} of the last {played} groups cannot be used:\n  {errors}")
+
+
+def interrupted_share(groups: Sequence[Sequence[Trajectory]]) -> float:
+    """Share of the sampled tokens that are in turns with tokens of several versions of the weights."""
+    turns = [turn.action for group in groups for trajectory in group for turn in trajectory.turns]
+    tokens = sum(map(len, turns))
+    return sum(len(turn) for turn in turns if len(set(turn.weight_versions)) > 1) / max(1, tokens)
