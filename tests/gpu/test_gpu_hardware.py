@@ -32,6 +32,7 @@ def test_the_gpu_is_chosen_and_answers() -> None:
 def test_memory_is_counted() -> None:
     gpu = CudaPlatform()
     gpu.set_device(0)
+    torch.cuda.empty_cache()  # the block must not find room in what tests before left
     before = gpu.memory(0)
     block = torch.empty(256 << 20, dtype=torch.uint8, device=gpu.device())
     gpu.synchronize()
