@@ -19,9 +19,10 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +38,7 @@ from npu_vlrl.config import AlgorithmConfig, OptimConfig
 from npu_vlrl.hardware import Platform
 from npu_vlrl.kernels import table
 from npu_vlrl.kernels.tree import Tree
-from npu_vlrl.learner import pack, trainer
+from npu_vlrl.learner import pack
 from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.learner.tree import Shared
@@ -188,7 +189,7 @@ def without(lever: str, model: setup.Model, samples: Sequence[Sample]) -> Iterat
             undo.enter_context(patch.object(pack, "share", unshared))
             chosen = [replace(sample, group=sample.id) for sample in samples]
         elif lever == "image dedupe":
-            undo.enter_context(patch.object(trainer, "collate", every_reference))
+            undo.enter_context(patch.object(pack, "collate", partial(every_reference, pack.collate)))
         elif lever == "fused vision attention":
             undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
             config._attn_implementation = "sdpa"
@@ -209,9 +210,11 @@ def unshared(sequences: Sequence[np.ndarray]) -> Shared:
     return Shared(places, Tree.of_sequences(bounds.tolist()))
 
 
-def every_reference(samples: Sequence[Sample], policy: Policy) -> pack.MicroBatch:
-    """In place of `pack.collate`: the pictures of every sample are encoded, and the first encoding of each is used."""
-    batch = pack.collate(samples, policy)
+def every_reference(
+    collate: Callable[[Sequence[Sample], Policy], pack.MicroBatch], samples: Sequence[Sample], policy: Policy
+) -> pack.MicroBatch:
+    """In place of `collate`: the pictures of every sample are encoded, and the first encoding of each is used."""
+    batch = collate(samples, policy)
     images = tuple(image for sample in samples for image in sample.images)
     order = tuple(images.index(batch.images[i]) for i in batch.image_order)
     return replace(batch, images=images, image_order=order)

@@ -94,11 +94,12 @@ class LearnerGroup:
 
     def save(self, folder: Path, step: int, platform: Platform, state: dict[str, Any], keep: int) -> Path:
         """See `save_learner`; this rank alone writes, unless each has a part."""
-        self.forget_features()
         work = partial(save_learner, folder, step, self.own, platform, state, keep)
-        if not self.own.is_divided:
-            return work()
-        return self._together("save", work, {"folder": str(folder.absolute()), "step": step, "keep": keep})
+        if self.own.is_divided:
+            return self._together("save", work, {"folder": str(folder.absolute()), "step": step, "keep": keep})
+        if self._world is not None:
+            self.forget_features()  # those of the others; this one's are when it saves
+        return work()
 
     def load(self, path: Path, platform: Platform) -> tuple[int, dict[str, Any]]:
         """See `load_learner`; every rank reads the same files."""
