@@ -49,9 +49,14 @@ class Place:
 
 
 def bundles(config: Config, platform: Platform) -> list[Bundle]:
-    """What each process needs, by rank."""
-    devices = {} if platform.visible_devices_variable is None else {platform.ray_resource: 1.0}
-    return [{"CPU": float(config.ray.cpus), **devices} for _ in range(config.ray.processes)]
+    """What each process needs, by rank: an engine as many devices as it splits its model over."""
+    processes, learners = config.ray.processes, config.train.learners
+    learning = processes if learners == "all" else learners
+    cpus = {"CPU": float(config.ray.cpus)}
+    if platform.visible_devices_variable is None:
+        return [cpus] * processes
+    counts = [1 if rank < learning else config.rollout.tensor_parallel for rank in range(processes)]
+    return [{**cpus, platform.ray_resource: float(count)} for count in counts]
 
 
 @contextmanager

@@ -45,6 +45,12 @@ def test_processes_go_where_the_devices_are_in_their_order(cluster: str, tmp_pat
         assert len({place.node for place in places}) == 1
 
 
+def test_an_engine_gets_as_many_devices_as_it_splits_its_model_over(tmp_path: Path) -> None:
+    words = ["ray.processes=4", "train.learners=2", "rollout.engine=vllm", "rollout.tensor_parallel=3"]
+    needs = bundles(a_config(tmp_path, *words), PLATFORMS["npu"]())
+    assert [bundle["NPU"] for bundle in needs] == [1, 1, 3, 3]
+
+
 def test_too_many_processes_are_told_what_there_is(cluster: str, tmp_path: Path) -> None:
     config, npu = a_config(tmp_path, "ray.processes=3", f"ray.address={cluster}"), PLATFORMS["npu"]()
     host = os.uname().nodename
