@@ -131,7 +131,7 @@ def simulated(kind: type[RemoteEngine], links: list[SimulatedLink]) -> RemoteEng
             self.weight_version = version
             return {}
 
-    world = SimpleNamespace(size=1, timeout_s=1.0, start_timeout_s=1.0, enter_thread=lambda: None)
+    world = SimpleNamespace(size=1, engines=(), timeout_s=1.0, start_timeout_s=1.0, enter_thread=lambda: None)
     engine = cast(RemoteEngine, Simulated(world, {}, 1))
     engine.links = cast(list[Link], links)
     engine._places = list(engine.links)

@@ -69,9 +69,14 @@ MODELS = [SMALL, ImageProcessor(), ImageProcessor(patch_size=16, min_pixels=32 *
 @settings(max_examples=40)
 @example(width=1, height=201, times=1)  # padded, and longer than max_pixels of the first model allows
 @example(width=1, height=300, times=20)
+@example(width=281, height=1, times=20)  # padded to 200 to 1, and then rounded to 201 blocks
 def test_pictures_are_sent_at_a_size_that_stays(processor: ImageProcessor, width: int, height: int, times: int) -> None:
     """By transformers' own rule, which vLLM follows; and with the pixels that the learner cuts into patches."""
     described = processor.describe(picture(width * times, height, 0))
+    if max(described.grid[1:]) > 200 * min(described.grid[1:]):
+        with pytest.raises(ValueError, match="crop it"):
+            pixels(processor, described.image)
+        return
     sent = pixels(processor, described.image)
     limits = size_limits(processor)
     block = processor.patch_size * processor.merge_size
