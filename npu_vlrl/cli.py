@@ -14,8 +14,7 @@ from pathlib import Path
 from npu_vlrl import __version__
 from npu_vlrl.cluster import drives
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config
-
-DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+from npu_vlrl.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -89,10 +89,14 @@ class Run:
             parts.train_sampling,
             config.rollout.max_failed_share,
             self.has_spread,
-            config.algorithm.max_extra_groups if parts.algorithm.dynamic_sampling else 0,
+            self._extra_groups,
         )
         schedule = Schedule(config.rollout.groups, config.train.staleness, config.train.steps, step)
         return Stream(episodes, parts.train_tasks, schedule, parts.world.enter_thread)
+
+    @property
+    def _extra_groups(self) -> int:
+        return self.config.algorithm.max_extra_groups if self.parts.algorithm.dynamic_sampling else 0
 
     def has_spread(self, group: Sequence[Trajectory]) -> bool:
         """Whether the outcomes of a group differ."""
@@ -111,7 +115,7 @@ class Run:
             f"step{step}",
             config.rollout.max_failed_share,
             self.has_spread,
-            config.algorithm.max_extra_groups if parts.algorithm.dynamic_sampling else 0,
+            self._extra_groups,
         )
         parts.engine.sleep()  # the learner needs the memory now
         return played

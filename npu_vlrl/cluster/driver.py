@@ -16,9 +16,8 @@ from typing import Any
 from npu_vlrl.cluster.placed import Said
 from npu_vlrl.cluster.placement import Place, bundles, connected, reserved
 from npu_vlrl.config import Config, ConfigError, dump_config
+from npu_vlrl.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from npu_vlrl.hardware import VARIABLE, Platform, select
-
-DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 LEARNER = 0
 

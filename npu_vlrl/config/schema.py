@@ -196,7 +196,8 @@ class SyncConfig(Section):
     """How new weights reach engines: a broadcast, or files in the run folder, which every machine must then see."""
 
     bucket_mib: Count = 256
-    """Weights travel to engines in buckets of this many MiB; the learner holds two, each engine all that is sent."""
+    """Weights travel to engines in buckets of this many MiB. Learner and engine hold two; an engine process of
+    vLLM holds all that is sent."""
     timeout_s: Positive = 1800.0
     """Longest wait for a round of turns, a transfer of weights, or another learner. A process that ended is noticed at
     once."""
