@@ -1,0 +1,69 @@
+"""`npu-vlrl data …`: prepares data."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from npu_vlrl.commands.options import Commands
+from npu_vlrl.config import ConfigError
+
+
+def add(commands: Commands) -> None:
+    data = commands.add_parser("data", help="prepare data")
+    kinds = data.add_subparsers(required=True, metavar="KIND")
+    geo3k = kinds.add_parser("geo3k", help="60 real geometry problems as parquet in verl's schema")
+    geo3k.add_argument("--source", default="examples/geo3k_sample", help="folder with problems.jsonl and images/")
+    geo3k.add_argument("--out", required=True, help="folder for train.parquet and test.parquet")
+    geo3k.add_argument("--eval-share", type=float, default=0.25)
+    geo3k.add_argument("--seed", type=int, default=0)
+    geo3k.set_defaults(run=_geo3k)
+    rotation = kinds.add_parser("rotation", help="turned photographs as parquet in verl's schema")
+    rotation.add_argument("--photos", required=True, metavar="DIR", help="upright .jpg, .png, .webp files, also below")
+    rotation.add_argument("--out", required=True, metavar="DIR", help="folder for train.parquet and test.parquet")
+    rotation.add_argument("--per-photo", type=int, default=1, metavar="N", help="pictures made of each photograph")
+    rotation.add_argument(
+        "--angles", nargs="+", default=["continuous"], metavar="WORD", help="continuous, or multiples-of K degrees"
+    )
+    rotation.add_argument("--size", type=int, default=224, metavar="N", help="largest side of the pictures in pixels")
+    rotation.add_argument("--eval-share", type=float, default=0.25, help="share of the photographs for test.parquet")
+    rotation.add_argument("--seed", type=int, default=0)
+    rotation.set_defaults(run=_rotation)
+
+
+def _geo3k(options: argparse.Namespace) -> None:
+    from npu_vlrl.data.geo3k import convert
+
+    if not 0 <= options.eval_share < 1:
+        raise ConfigError(f"--eval-share must be at least 0 and below 1, got {options.eval_share}")
+    try:
+        converted = convert(Path(options.source), Path(options.out), options.eval_share, options.seed)
+    except OSError as error:
+        raise ConfigError(f"--out: {error}") from error
+    for name, value in converted.items():
+        print(f"{name}: {value}")
+
+
+def _rotation(options: argparse.Namespace) -> None:
+    from npu_vlrl.data.rotation import CONTINUOUS, convert
+    from npu_vlrl.report.console import printable
+
+    match options.angles:
+        case ["continuous"]:
+            step = CONTINUOUS
+        case ["multiples-of", degrees] if degrees.isdecimal():
+            step = float(degrees)
+        case words:
+            raise ConfigError(f"--angles must be continuous, or multiples-of K, got {' '.join(words)!r}")
+    photos, out = Path(options.photos), Path(options.out)
+    try:
+        report = convert(photos, out, options.per_photo, step, options.size, options.eval_share, options.seed)
+    except OSError as error:
+        raise ConfigError(f"--out: {error}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print(f"photos: {report.photos}, train: {report.rows['train']} rows, test: {report.rows['test']} rows")
+    for what, names in (("equal to another", report.duplicates), ("skipped", report.skipped)):
+        print(f"{what}: {len(names)}")
+        for name, reason in names.items():
+            print(printable(f"  {name}: {reason}"))

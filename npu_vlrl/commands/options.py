@@ -1,0 +1,40 @@
+"""What commands that take a configuration share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from npu_vlrl.cluster import drives
+from npu_vlrl.config import Config, load_config
+from npu_vlrl.exit_codes import DONE
+
+Commands = Any
+"""What `ArgumentParser.add_subparsers` returns; its class has no public name."""
+
+
+def add_configured(commands: Commands, name: str, text: str, run: Callable[..., object]) -> argparse.ArgumentParser:
+    """A command that takes a configuration file and overrides of it."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text)
+    command.add_argument("--config", required=True, metavar="FILE", help="YAML file")
+    command.add_argument("--run-dir", metavar="DIR", help="the same as run.dir=DIR")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.steps=10")
+    command.set_defaults(run=run)
+    return command
+
+
+def load(options: argparse.Namespace) -> Config:
+    """The configuration that the words of `add_configured` ask for."""
+    directory = [f"run.dir={options.run_dir}"] if options.run_dir else []
+    return load_config(options.config, [*directory, *options.overrides])
+
+
+def run_placed(config: Config, command: str, run: Callable[[Config], object]) -> int:
+    """In processes that Ray places, or here. Returns the exit code."""
+    from npu_vlrl.cluster.driver import drive
+
+    if drives(config):
+        return drive(config, command)
+    run(config)
+    return DONE
