@@ -18,6 +18,7 @@ from npu_vlrl.processes import run_engine
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.metrics import rollout_metrics
 from npu_vlrl.report.run_folder import RunFolder, versions
+from npu_vlrl.report.token_values import token_values
 from npu_vlrl.rollout.collect import Rollout, collect
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
@@ -144,6 +145,11 @@ class Run:
             self.console.line(f"evaluation skipped {error}")
         return results["all"]
 
+    def records(self, step: int) -> bool:
+        """Whether the trajectories of a step are written."""
+        every = self.config.run.record_every
+        return bool(every) and step % every == 0
+
     def report(
         self, step: int, rollout: Rollout, samples: Sequence[Sample], metrics: dict[str, float], learner: LearnerGroup
     ) -> None:
@@ -165,10 +171,11 @@ class Run:
             "peak_memory_gib": self.parts.platform.peak_memory_bytes() / 2**30,
         }
         self.folder.metrics(step, metrics)
-        if run.record_every and step % run.record_every == 0:
+        if self.records(step):
             advantages = {sample.id: sample.turn_advantages for sample in samples}
             failed = [trajectory for group in rollout.failed for trajectory in group]
-            self.folder.trajectories(step, [*trajectories, *failed], advantages)
+            values = token_values(samples, learner.noted)
+            self.folder.trajectories(step, [*trajectories, *failed], advantages, values)
         for message in self._troubles(rollout, learner):
             self.console.line(f"step {step}: {message}")
         if run.show_every and step % run.show_every == 0:

@@ -79,4 +79,4 @@ def _learn(run: Run, learner: LearnerGroup, step: int, rollout: Rollout) -> tupl
     """Trains on the groups of a step; returns the samples with their advantages, and metrics."""
     exported = most_varied(run.export(rollout.trajectories), run.config.algorithm.keep_groups)
     samples = assign_advantages(learner.score(exported), run.parts.algorithm)
-    return samples, learner.step(samples, step)
+    return samples, learner.step(samples, step, note=run.records(step))

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from npu_vlrl.hardware import Platform
@@ -63,6 +64,11 @@ class LearnerGroup:
         return self.own.skipped
 
     @property
+    def noted(self) -> dict[str, np.ndarray]:
+        """See `Learner.noted`, of the samples of all ranks."""
+        return self.own.noted
+
+    @property
     def tokens_referenced(self) -> float:
         """Tokens of the samples that went through the layers of all ranks so far, each pass counted."""
         return self.own.meter.counts.tokens_referenced + sum(answer["tokens"][0] for answer in self._answers.values())
@@ -76,9 +82,10 @@ class LearnerGroup:
         """See `Learner.score`."""
         return self._together("score", partial(self.own.score, samples), samples=samples)
 
-    def step(self, samples: Sequence[Sample], version: int | None = None) -> dict[str, float]:
+    def step(self, samples: Sequence[Sample], version: int | None = None, note: bool = False) -> dict[str, float]:
         """See `Learner.step`."""
-        metrics = self._together("step", partial(self.own.step, samples, version), {"version": version}, samples)
+        work = partial(self.own.step, samples, version, note)
+        metrics = self._together("step", work, {"version": version, "note": note}, samples)
         self._compare("step")
         return metrics
 
@@ -180,7 +187,7 @@ class _Follower:
             case "score":
                 self._learner.score(samples)
             case "step":
-                self._learner.step(samples, message.content["version"])
+                self._learner.step(samples, message.content["version"], message.content["note"])
             case "supervise":
                 self._learner.supervise(samples, message.content["lr"])
             case "forget_features":

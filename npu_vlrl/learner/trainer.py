@@ -22,6 +22,7 @@ from npu_vlrl.learner.loss import policy_loss, reduce_metrics, reduce_value_metr
 from npu_vlrl.learner.meter import Meter
 from npu_vlrl.learner.optimizer import new_optimizer, step_or_skip
 from npu_vlrl.learner.pack import MicroBatch, batches_of_rank
+from npu_vlrl.learner.per_token import PerToken
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.schedule import learning_rate
 from npu_vlrl.learner.shard import ShardedPolicy
@@ -73,6 +74,9 @@ class Learner:
         self.updates = 0
         self.skipped: list[str] = []
         """Samples whose update was left out because something was not finite."""
+        self.noted: dict[str, np.ndarray] = {}
+        """By sample, float32 [2, N]: log-probability and entropy of its tokens when the last step first saw them."""
+        self._notes: PerToken | None = None
         self.parameters = self.policy.trainable()
         self.optimizer = new_optimizer(self.parameters, optim)
         self.reference: Policy | None = None
@@ -103,23 +107,16 @@ class Learner:
         asked = self._asked()
         if not asked or not samples:
             return list(samples)
-        bounds = np.cumsum([0, *(sample.n_scored for sample in samples)]).tolist()
-        starts = {sample.id: start for sample, start in zip(samples, bounds, strict=False)}
-        found = torch.zeros(len(asked), bounds[-1], dtype=torch.float64)
+        found = PerToken(samples, len(asked))
         for batch in self._in_turn(samples):
-            lengths = torch.bincount(batch.sample_N, minlength=len(batch.sample_ids)).tolist()
-            for name, scores in zip(batch.sample_ids, self._scores(batch).split(lengths, dim=1), strict=True):
-                found[:, starts[name] : starts[name] + scores.shape[1]] = scores
-        parts = np.split(self.ranks.sum(found).float().numpy(), bounds[1:-1], axis=1)
-        return [
-            replace(sample, scores=Scores(**dict(zip(asked, part, strict=True))))
-            for sample, part in zip(samples, parts, strict=True)
-        ]
+            found.add(batch, self._scores(batch))
+        rows = found.gathered(self.ranks)
+        return [replace(s, scores=Scores(**dict(zip(asked, rows[s.id], strict=True)))) for s in samples]
 
-    def step(self, samples: Sequence[Sample], version: int | None = None) -> dict[str, float]:
+    def step(self, samples: Sequence[Sample], version: int | None = None, note: bool = False) -> dict[str, float]:
         """Trains on a batch with advantages: `updates` mini-batches of whole groups, `epochs` times.
 
-        `version` is that of the weights: `logprob_gap` leaves tokens of others out. Without it all are looked at.
+        `version` is that of the weights: `logprob_gap` leaves tokens of others out. None: at all. `note` fills `noted`.
         Raises LearnerError, with the weights untouched, when the engine's logprobs of the first mini-batch are not the
         learner's, and when ranks were given different samples.
         """
@@ -133,6 +130,7 @@ class Learner:
         metrics: Metrics = []
         critic: Metrics = []
         extra: dict[str, float] = {"skipped_updates": 0.0}
+        self._notes = PerToken(samples, 2) if note else None
         for _ in range(self.config.epochs):
             for part in parts:
                 chosen = [sample for sample in samples if sample.group in part]
@@ -147,6 +145,7 @@ class Learner:
                 extra |= {name: math.nan if norm is None else norm for name, norm in norms.items()}
         extra |= {f"critic/{name}": value for name, value in reduce_value_metrics(critic).items() if critic}
         self.publish()
+        self.noted, self._notes = self._notes.gathered(self.ranks) if self._notes else {}, None
         extra["lr"] = self.optimizer.param_groups[0]["lr"]
         return reduce_metrics(metrics) | extra | self.meter.metrics()
 
@@ -239,6 +238,8 @@ class Learner:
         """The loss, its metrics, and which scored tokens are finite. `tokens` and `samples` are those of the update."""
         algorithm = self.algorithm
         logprobs_N, entropy_N = self._logprobs(batch, self.policy, hidden_NH, self.temperature)
+        if self._notes is not None:
+            self._notes.add(batch, torch.stack([logprobs_N, entropy_N]))
         # without observations every scored token is trained, and nothing needs to be picked
         pick = batch.sampled_N if algorithm.with_observations and algorithm.loss_mask else slice(None)
         n_samples = len(batch.sample_ids)
@@ -364,7 +365,7 @@ class Learner:
 
     @torch.no_grad()
     def _scores(self, batch: MicroBatch) -> Tensor:
-        """float32 on the host: a row [N] for each of `_asked`."""
+        """float32: a row [N] for each of `_asked`."""
         found = []
         for name in self._asked():
             if name == "proximal_N":
@@ -376,7 +377,7 @@ class Learner:
             else:
                 assert self.critic is not None
                 found.append(self.critic.values(batch))
-        return torch.stack([values.float() for values in found]).cpu()
+        return torch.stack([values.float() for values in found])
 
     def _check_ranks(self, samples: Sequence[Sample]) -> None:
         if not self.ranks.have_the_same(samples):

@@ -14,6 +14,7 @@ from PIL import Image as PillowImage
 
 from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config
+from npu_vlrl.report.token_values import TokenValues
 from npu_vlrl.types import Image, Segment, Trajectory
 from npu_vlrl.workflow.environments.formats import Format, make_format
 
@@ -65,7 +66,11 @@ class RunFolder:
         self._append("metrics.jsonl", {"step": step, **{k: _finite(v) for k, v in values.items()}})
 
     def trajectories(
-        self, step: int, trajectories: Sequence[Trajectory], advantages: Mapping[str, Sequence[float]]
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        advantages: Mapping[str, Sequence[float]],
+        values: TokenValues | None = None,
     ) -> None:
         """Writes each trajectory with its tokens; pictures go to `images/HASH.png`, once each."""
         environment = self._config.environment
@@ -73,7 +78,8 @@ class RunFolder:
         for trajectory in trajectories:
             for image in _images(trajectory):
                 self._save(image)
-            self._append("trajectories.jsonl", {"step": step, **trajectory_record(trajectory, advantages, form)})
+            record = trajectory_record(trajectory, advantages, form, values)
+            self._append("trajectories.jsonl", {"step": step, **record})
 
     def summary(self, values: Mapping[str, Any]) -> None:
         (self.path / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
@@ -111,10 +117,13 @@ def versions() -> dict[str, str]:
 
 
 def trajectory_record(
-    trajectory: Trajectory, advantages: Mapping[str, Sequence[float]], form: Format | None = None
+    trajectory: Trajectory,
+    advantages: Mapping[str, Sequence[float]],
+    form: Format | None = None,
+    values: TokenValues | None = None,
 ) -> dict[str, Any]:
     """A trajectory as JSON values. `advantages` holds the mean advantage of each trained turn of the exported
-    samples, by their ids; `form` tells what the turns of a game say.
+    samples, by their ids; `form` tells what the turns of a game say; `values` are added to the actions they are of.
     """
     own = {
         key: [_finite(value) for value in values]
@@ -132,11 +141,16 @@ def trajectory_record(
         "solved": trajectory.solved,
         "solved_first_try": trajectory.solved_first_try,
         "advantages": own,
-        "turns": [_turn_record(trajectory, k, form) for k in range(len(trajectory.turns))],
+        "turns": [
+            _turn_record(trajectory, k, form, (values or {}).get((trajectory.id, k), {}))
+            for k in range(len(trajectory.turns))
+        ],
     }
 
 
-def _turn_record(trajectory: Trajectory, k: int, form: Format | None) -> dict[str, Any]:
+def _turn_record(
+    trajectory: Trajectory, k: int, form: Format | None, values: Mapping[str, Sequence[float | None]]
+) -> dict[str, Any]:
     turn = trajectory.turns[k]
     before = trajectory.turns[k - 1] if k else None
     kept = (*before.context, before.action) if before else ()
@@ -148,7 +162,7 @@ def _turn_record(trajectory: Trajectory, k: int, form: Format | None) -> dict[st
         "parsed": parsed and {"answer": parsed.answer, "thoughts": dict(parsed.thoughts), "right": parsed.right},
         "continues": continues,
         "new_context": [_segment_record(s) for s in (turn.context[len(kept) :] if continues else turn.context)],
-        "action": _segment_record(turn.action),
+        "action": {**_segment_record(turn.action), **values},
         "verdict": verdict and {"reward": verdict.reward, "solved": verdict.solved, "terms": dict(verdict.terms)},
         "tool_calls": [{"name": c.name, "arguments": dict(c.arguments)} for c in turn.tool_calls],
         "tool_results": [
