@@ -163,7 +163,16 @@ def supervised(ranks: Ranks | None) -> list[float]:
     return [learner.supervise(groups(loaded), 1e-3) for _ in range(2)]
 
 
+def noted(ranks: Ranks | None) -> dict[str, list[list[float]]]:
+    """What the first of two epochs saw of each token."""
+    loaded = load()
+    learner = new_learner(loaded, "grpo", ranks, kl_coef=0.0, updates=2, epochs=2)
+    learner.step([with_advantage(sample, 1.0) for sample in groups(loaded)], note=True)
+    return {name: values.tolist() for name, values in learner.noted.items()}
+
+
 SCENARIOS: dict[str, Callable[[Ranks], Any]] = {
+    "noted": noted,
     "plan": plan_of,
     "skipped": skipped,
     "refused": refused,
@@ -264,6 +273,15 @@ def test_counts_are_those_of_all_ranks(both: Path) -> None:
 def test_supervised_steps(both: Path) -> None:
     first, second = told(both, "supervised")
     assert first == second == pytest.approx(supervised(None), rel=1e-5)
+
+
+def test_each_rank_notes_the_tokens_of_all(both: Path) -> None:
+    first, second = told(both, "noted")
+    expected = noted(None)
+    assert first == second and first.keys() == expected.keys() and len(expected) == 9
+    for name, values in expected.items():
+        assert torch.allclose(torch.tensor(first[name]), torch.tensor(values), atol=1e-3)  # updates round otherwise
+        assert min(values[1]) > 1 and max(values[0]) < 0
 
 
 def test_a_frozen_tower(both: Path) -> None:

@@ -1,0 +1,177 @@
+"""The trajectories of a run folder, line by line: what a list needs of each, and pages of all that is in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from npu_vlrl.config import ConfigError, WorkflowConfig
+from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.report.view.content import Content
+from npu_vlrl.report.view.pictures import Pictures
+from npu_vlrl.report.view.tokens import find_tokenizer
+from npu_vlrl.workflow.export import trajectory_reward
+
+PAGE = 40
+"""Trajectories that are parsed together."""
+
+SNIPPET = 96
+"""Characters of the last turn in the list."""
+
+COLUMNS = (
+    *("step", "id", "group", "phase", "task", "source", "status", "solved", "first", "stops", "reward"),
+    *("turns", "tokens", "calls", "label", "picture", "snippet", "error"),
+)
+
+
+class RunRecords:
+    """The records of a run that may go on: `refresh` finds what was added."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError for a folder without records."""
+        self.folder = folder
+        self._file = folder / "trajectories.jsonl"
+        if not self._file.is_file():
+            raise ConfigError(
+                f"{folder} has no trajectories.jsonl; name the folder of a run whose run.record_every is above 0"
+            )
+        self._config = _read_config(folder / "config.yaml")
+        self.pictures = Pictures(folder / "images")
+        tokens = find_tokenizer([path for path in self._model_folders() if path.is_dir()])
+        patch = self._patch_size()
+        self.content = Content(self.pictures, tokens, patch)
+        self.notes = [
+            *([] if tokens else ["No tokenizer was found: turns are shown as text, and their tokens cannot be."]),
+            *([] if patch else ["No image processor was found: pictures are shown at the size of their files."]),
+        ]
+        """What the page says about what could not be found."""
+        self._start()
+        self.generation = 0
+        """Changes when what was there has changed, as when a resumed run repeats steps."""
+        self.refresh()
+
+    def _start(self) -> None:
+        self.rows: list[list[Any]] = []
+        """What `COLUMNS` names, of each trajectory."""
+        self.unreadable = 0
+        """Complete lines that are no record."""
+        self._places: list[tuple[int, int]] = []
+        self._end = 0
+        self._last = b""
+
+    def refresh(self) -> None:
+        """Reads complete lines that were added; starts anew when the file is another one."""
+        with self._file.open("rb") as file:
+            if self._last and not self._still_there(file):
+                self._start()
+                self.generation += 1
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):  # a run is writing it
+                    break
+                start, self._end = self._end, self._end + len(line)
+                try:
+                    row = self._row(json.loads(line))
+                except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
+                    self.unreadable += 1
+                    continue
+                self._places.append((start, len(line)))
+                self._last = line
+                self.rows.append(row)
+
+    @property
+    def n_pages(self) -> int:
+        return -(-len(self.rows) // PAGE)
+
+    def page(self, number: int) -> dict[str, Any]:
+        """The trajectories number·PAGE to (number+1)·PAGE - 1, as `Content` describes them. Raises IndexError."""
+        if not 0 <= number < self.n_pages:
+            raise IndexError(number)
+        return self.content.page(self._read(number))
+
+    def _read(self, number: int) -> Iterator[dict[str, Any]]:
+        with self._file.open("rb") as file:
+            for start, length in self._places[number * PAGE : (number + 1) * PAGE]:
+                file.seek(start)
+                yield json.loads(file.read(length))
+
+    def _still_there(self, file: Any) -> bool:
+        start, length = self._places[-1]
+        file.seek(start)
+        return bool(file.read(length) == self._last)
+
+    def _row(self, record: dict[str, Any]) -> list[Any]:
+        turns = record.get("turns", [])
+        stops = list(dict.fromkeys(turn["action"].get("stop_reason") for turn in turns))
+        shown = [image["hash"] for turn in turns for s in turn["new_context"] for image in s.get("images", [])]
+        words = re.match("[a-z]*", str(record["group"]))
+        return [
+            record["step"],
+            record["id"],
+            record["group"],
+            words[0] if words else "",
+            record.get("task"),
+            record.get("data_source"),
+            record.get("status"),
+            bool(record.get("solved")),
+            bool(record.get("solved_first_try")),
+            [stop for stop in stops if stop],
+            self._reward(turns),
+            len(turns),
+            sum(len(turn["action"]["token_ids"]) for turn in turns),
+            sum(len(turn.get("tool_calls", [])) for turn in turns),
+            record.get("label"),
+            shown[-1] if shown else None,
+            turns[-1]["text"][:SNIPPET] if turns else None,
+            record.get("error"),
+        ]
+
+    def _reward(self, turns: list[dict[str, Any]]) -> float | None:
+        """That of the episode, by the rule that it was trained with."""
+        rewards = [turn["action"].get("reward") for turn in turns]
+        if None in rewards:
+            return None
+        answers = [turn.get("verdict") is not None for turn in turns]
+        return round(
+            trajectory_reward(rewards, answers, self._setting("reward_mode"), self._setting("turn_discount")), 6
+        )
+
+    def _setting(self, name: str) -> Any:
+        """Of `workflow`; the default where a config.yaml does not tell."""
+        return (self._config.get("workflow") or {}).get(name, WorkflowConfig.model_fields[name].default)
+
+    @property
+    def model(self) -> str:
+        return str((self._config.get("model") or {}).get("path", ""))
+
+    def _model_folders(self) -> list[Path]:
+        """Where tokenizer and image processor may be, best first."""
+        made = sorted((self.folder / "model").glob("*/"))
+        own = [self.folder / "export", self.folder / "warm_start", self.folder / "model", *made]
+        return own + ([Path(self.model)] if self.model else [])
+
+    def _patch_size(self) -> int | None:
+        for folder in self._model_folders():
+            try:
+                processor = ImageProcessor.from_folder(folder)
+            except ValueError:
+                continue
+            if processor is not None:
+                return processor.patch_size
+        return None
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """As it was written, also by another release with other keys; empty when there is none."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        return {}
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
