@@ -7,6 +7,12 @@ const list = { rows: [], chosen: null, choose: null };
 function makeList(choose) {
   list.choose = choose;
   byId("list").addEventListener("scroll", () => requestAnimationFrame(drawRows), { passive: true });
+  byId("list").addEventListener("keydown", (event) => {
+    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    choose(neighbour(by)).then(() => byId("list").querySelector('[aria-current="true"]')?.focus({ preventScroll: true }));
+  });
   new ResizeObserver(drawRows).observe(byId("list"));
 }
 
@@ -19,7 +25,7 @@ function drawRows() {
   const box = byId("list");
   const first = Math.max(0, Math.floor(box.scrollTop / ROW) - 4);
   const last = Math.min(list.rows.length, first + Math.ceil(box.clientHeight / ROW) + 8);
-  const focused = box.contains(document.activeElement) && document.activeElement !== box;
+  const focused = box.contains(document.activeElement) && document.activeElement.dataset.at;
   const space = el("div", { class: "space" });
   space.style.height = `${list.rows.length * ROW}px`;
   for (let i = first; i < last; i++) {
@@ -29,7 +35,7 @@ function drawRows() {
   }
   put(box, space);
   for (const canvas of space.querySelectorAll("canvas")) thumb(canvas, canvas.dataset.hash);
-  if (focused) box.querySelector('[aria-current="true"]')?.focus({ preventScroll: true });
+  if (focused) box.querySelector(`[data-at="${focused}"]`)?.focus({ preventScroll: true });
 }
 
 function rowOf(row) {
@@ -38,7 +44,7 @@ function rowOf(row) {
     : el("span", { class: "nothing", "aria-hidden": "true" });
   return el(
     "button",
-    { type: "button", class: "row", "data-at": row.at, "aria-current": row === list.chosen && "true", on: { click: () => list.choose(row) } },
+    { type: "button", class: "row", tabindex: row === list.chosen ? 0 : -1, "data-at": row.at, "aria-current": row === list.chosen && "true", on: { click: () => list.choose(row) } },
     shown,
     el(
       "span",
