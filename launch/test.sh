@@ -4,8 +4,9 @@
 # The NPU path: the real torch_npu on a stand-in for CANN (x86_64): bash launch/test.sh --npu [pytest's arguments]
 # The Triton kernels: interpreted, and compiled for an NPU (x86_64): bash launch/test.sh --triton [pytest's arguments]
 # The engine on the real vLLM, on a CPU (x86_64):                   bash launch/test.sh --vllm [pytest's arguments]
+# The page of `npu-vlrl view` in a real Chromium:                   bash launch/test.sh --browser [pytest's arguments]
 # All CPU tests on what an Ascend host gets, with this torch:       bash launch/test.sh --torch 2.9.0 [pytest's arguments]
-# Each has an environment of its own: .venv, .venv-npu, .venv-triton, .venv-vllm, .venv-torch-2.9.0.
+# Each has an environment of its own, but for the browser: .venv, .venv-npu, .venv-triton, .venv-vllm, .venv-torch-2.9.0.
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -13,6 +14,17 @@ prepare_tests() { # ENVIRONMENT REQUIREMENTS
     prepare "$1" "$2"
     add "$1" requirements-dev.txt
     add "$1" requirements-test-data.txt --no-deps
+}
+
+find_chromium() { # sets NPU_VLRL_CHROMIUM; root gets Debian's package where there is none
+    NPU_VLRL_CHROMIUM=${NPU_VLRL_CHROMIUM:-$(command -v chromium || command -v chromium-browser || true)}
+    if [[ -z $NPU_VLRL_CHROMIUM && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+        apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null || true
+        NPU_VLRL_CHROMIUM=$(command -v chromium || true)
+    fi
+    [[ -n $NPU_VLRL_CHROMIUM ]] || fail "there is no Chromium for the tests of the page; install one (Debian: apt-get \
+install chromium), or name one: NPU_VLRL_CHROMIUM=/path/to/chromium"
+    export NPU_VLRL_CHROMIUM
 }
 
 export OMP_NUM_THREADS=1 # more threads than cores make small tensors slow
@@ -44,6 +56,14 @@ case "${1:-}" in
     done
     export NPU_VLRL_PLATFORM=cpu PYTHONPATH=tests/vllm/site
     exec .venv-vllm/bin/python -m pytest tests/vllm -q --timeout 300 "$@"
+    ;;
+--browser)
+    shift
+    prepare_tests .venv requirements-cpu.txt
+    add .venv requirements-browser.txt
+    find_chromium
+    export NPU_VLRL_PLATFORM=cpu
+    exec .venv/bin/python -m pytest tests/browser -q "$@"
     ;;
 --torch)
     [[ ${2:-} =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "--torch needs a full version, e.g. --torch 2.9.0"

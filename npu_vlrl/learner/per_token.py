@@ -33,6 +33,6 @@ class PerToken:
         starts = dict(zip(self._lengths, [0, *ends], strict=False))
         if self._parts:
             at = [starts[name] + i for name in self._parts for i in range(self._lengths[name])]
-            self._found[:, at] = torch.cat(list(self._parts.values()), dim=1).double().cpu()
+            self._found[:, at] = torch.cat(list(self._parts.values()), dim=1).cpu().double()
         parts = np.split(ranks.sum(self._found).float().numpy(), ends[:-1], axis=1)
         return dict(zip(self._lengths, parts, strict=True))

@@ -159,6 +159,28 @@ def test_other_tests_have_an_environment_of_their_own(
     assert asked[-1] == f"-m pytest {tests} -x"
 
 
+def test_tests_in_a_browser_take_the_chromium_that_is_there(checkout: Checkout) -> None:
+    checkout.program("id", "#!/bin/sh\necho 1000\n")
+    checkout.program("chromium", "#!/bin/sh\n")
+    code, asked, *_ = checkout.run("test.sh", "--browser", "-x")
+    assert code == 0 and asked[0] == "-m venv --clear .venv" and asked[-1] == "-m pytest tests/browser -q -x"
+    assert asked[-2] == "-m pip install -qq --disable-pip-version-check -r requirements-browser.txt"
+
+
+def test_without_a_chromium_the_message_says_what_to_install(checkout: Checkout, tmp_path: Path) -> None:
+    here = tmp_path / "bin"
+    here.mkdir()
+    tools = "bash cat cksum head dirname cp ls mkdir rm sleep touch env"
+    for tool in tools.split():
+        path = shutil.which(tool)
+        assert path is not None
+        (here / tool).symlink_to(path)
+    checkout.program("id", "#!/bin/sh\necho 1000\n")
+    code, asked, said, _ = checkout.run("test.sh", "--browser", PATH=f"{checkout.tools}:{here}")
+    assert code == 2 and not any("pytest" in line for line in asked)
+    assert said.splitlines()[-1].startswith("test.sh: there is no Chromium for the tests of the page; install one")
+
+
 def test_a_triton_that_torch_brought_gives_way(checkout: Checkout) -> None:
     checkout.run("test.sh", "--triton")
     (checkout.root / ".venv-triton" / "bin" / "packages" / "triton==3.5.0").touch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -35,6 +36,7 @@ class TokenTexts:
         self._added = {number: token.content for number, token in added.items()}
         self.control = frozenset(number for number, token in added.items() if token.special)
         """Ids of tokens that only a template may write."""
+        self._bytes = cache(self._look_up)
 
     def id_of(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
@@ -58,7 +60,7 @@ class TokenTexts:
             found[-1] += reader.decode(b"", final=True)
         return found
 
-    def _bytes(self, number: int) -> bytes:
+    def _look_up(self, number: int) -> bytes:
         name = self._tokenizer.id_to_token(number)
         if name is None:
             return f"⟨{number}⟩".encode()

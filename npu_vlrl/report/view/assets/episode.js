@@ -46,7 +46,9 @@ function message(block, rest = []) {
   const head = tokensOf(block.pieces.slice(0, cut), block.ids.slice(0, cut), [], null);
   head.classList.add("opening");
   const body = tokensOf(block.pieces.slice(cut), block.ids.slice(cut), block.images, null);
-  const empty = cut === block.pieces.length;
+  const quiet = (piece, i) => typeof piece === "string" && (run.control.has(block.ids[i]) || !piece.trim());
+  const empty = block.pieces.every((piece, i) => i < cut || quiet(piece, i));
+  if (body.lastChild?.dataset?.piece?.trim() === "") body.lastChild.classList.add("control"); // the line break of the template
   return el(
     "div",
     { class: `message ${kind}${block.role === null ? " tail" : ""}${empty ? " bare" : ""}` },
@@ -92,13 +94,13 @@ function outcome(turn) {
     turn.advantage === null ? null : fact("advantage", el("span", { class: "num" }, signed(turn.advantage))),
     el("span", { class: turn.stop === "end_of_turn" ? "dim" : "bad" }, words(turn.stop)),
     el("span", { class: "dim" }, counted(turn.ids.length, "token")),
-    turn.state === null || turn.state === undefined ? null : fact("state", el("code", {}, turn.state)),
   );
 }
 
 function details(turn, isLast) {
   const parts = [];
   const { parsed } = turn;
+  if (typeof turn.state === "string") parts.push(part("state", el("pre", {}, turn.state)));
   if (parsed) {
     const thoughts = Object.entries(parsed.thoughts ?? {});
     parts.push(
@@ -116,9 +118,8 @@ function details(turn, isLast) {
   }
   for (const result of turn.tool_results.slice((turn.tool_calls ?? []).length)) parts.push(resultOf(result, isLast));
   if (turn.judge_error) parts.push(part("judge failed", el("p", { class: "bad" }, turn.judge_error)));
-  if (turn.feedback && !turn.tool_results.length) {
-    parts.push(part(isLast ? "would be told" : "is told", el("p", {}, turn.feedback)));
-  }
+  // else the next message says it
+  if (turn.feedback && (isLast || !turn.pieces)) parts.push(part("feedback", el("p", {}, turn.feedback)));
   return parts.length ? el("div", { class: "details" }, parts) : null;
 }
 
