@@ -251,8 +251,17 @@ def test_siblings_stand_side_by_side_with_their_common_question_once(show: Calla
 
 def test_members_of_two_models_are_named(show: Callable[..., Any], run: Path, tmp_path: Path) -> None:
     folder = copied(run, tmp_path / "r")
-    change_records(folder, lambda record: record.update(label="before" if record["id"][-1] == "0" else "after"))
+
+    def change(record: dict[str, Any]) -> None:
+        first = record["id"].endswith("0")
+        record.update(
+            label="before" if first else "after", id=f"{record['group']}/0", step=record["step"] if first else 9
+        )
+
+    change_records(folder, change)
     page = show(written(folder)).ready()
+    page.keyboard.press("j")
+    until(page, "document.querySelector('#stage .label')?.innerText === 'after'")  # they have one name, and yet are two
     page.keyboard.press("g")
     until(page, "document.querySelectorAll('.column').length === 3")
     heads = page.eval_on_selector_all(".member b", "all => all.map((one) => one.innerText)")

@@ -61,6 +61,28 @@ def test_two_steps_from_the_packaged_photos(data: Path, tmp_path: Path) -> None:
     assert [m["step"] for m in steps] == [0, 1] and max(m["logprob_gap"] for m in steps) < 1e-4
     assert {m["skipped_records"] for m in steps} == {0}
     check_first_pictures(run, data, episodes)
+    check_numbers_of_tokens(episodes, steps)
+
+
+def check_numbers_of_tokens(episodes: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
+    """What the learner made of each token is recorded beside what the engine said of it, and in training only."""
+    noted = ("advantages", "learner_logprobs", "entropy")
+    gaps: dict[int, float] = {}
+    entropies: dict[int, list[float]] = {}
+    for episode in episodes:
+        for turn, action in enumerate(turn["action"] for turn in episode["turns"]):
+            if not episode["group"].startswith("step"):
+                assert not set(noted) & set(action)
+                continue
+            assert {len(action[name]) for name in noted} == {len(action["token_ids"])}
+            mean = episode["advantages"][episode["id"]][turn]
+            assert np.mean(action["advantages"]) == pytest.approx(mean, abs=1e-5)
+            pairs = zip(action["logprobs"], action["learner_logprobs"], strict=True)
+            gap = max(abs(engine - learner) for engine, learner in pairs)
+            gaps[episode["step"]] = max(gap, gaps.get(episode["step"], 0.0))
+            entropies.setdefault(episode["step"], []).extend(action["entropy"])
+    assert [gaps[m["step"]] for m in steps] == pytest.approx([m["logprob_gap"] for m in steps], abs=2e-6)
+    assert [np.mean(entropies[m["step"]]) for m in steps] == pytest.approx([m["entropy"] for m in steps], rel=1e-4)
 
 
 def check_first_pictures(run: Path, data: Path, episodes: list[dict[str, Any]]) -> None:

@@ -44,14 +44,9 @@ class RunRecords:
             )
         self._config = _read_config(folder / "config.yaml")
         self.pictures = Pictures(folder / "images")
-        tokens = find_tokenizer([path for path in self._model_folders() if path.is_dir()])
-        patch = self._patch_size()
-        self.content = Content(self.pictures, tokens, patch)
-        self.notes = [
-            *([] if tokens else ["No tokenizer was found: turns are shown as text, and their tokens cannot be."]),
-            *([] if patch else ["No image processor was found: pictures are shown at the size of their files."]),
-        ]
-        """What the page says about what could not be found."""
+        self._tokens = find_tokenizer([path for path in self._model_folders() if path.is_dir()])
+        self._patch = self._patch_size()
+        self.content = Content(self.pictures, self._tokens, self._patch)
         self._start()
         self.generation = 0
         """Changes when what was there has changed, as when a resumed run repeats steps."""
@@ -85,6 +80,16 @@ class RunRecords:
                 self._places.append((start, len(line)))
                 self._last = line
                 self.rows.append(row)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the page says about what could not be found."""
+        found = []
+        if self._tokens is None:
+            found.append("No tokenizer was found: turns are shown as text, and their tokens cannot be.")
+        if self._patch is None and any(row[COLUMNS.index("picture")] for row in self.rows):
+            found.append("No image processor was found: pictures are shown at the size of their files.")
+        return found
 
     @property
     def n_pages(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +30,11 @@ class ViewServer(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.token = secrets.token_urlsafe(24)
         self.page = frame(records.folder.resolve().name, None).encode()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that left in the middle of an answer is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def authorities(self) -> set[str]:

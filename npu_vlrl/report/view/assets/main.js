@@ -12,7 +12,7 @@ async function choose(row) {
   scrollToRow(row);
   location.replace(`#${encodeURIComponent(row.id)}`);
   const turn = ++shownAt;
-  const rows = sideBySide ? run.rows.filter((other) => other.group === row.group && other.step === row.step) : [row];
+  const rows = sideBySide ? run.rows.filter((other) => other.group === row.group) : [row];
   const founds = await Promise.all(rows.map((other) => episodeOf(other).catch(() => null)));
   if (turn !== shownAt) return;
   const stage = byId("stage");
@@ -150,8 +150,7 @@ async function begin() {
   byId("stage").addEventListener("mouseleave", () => (byId("tip").hidden = true));
   byId("stage").addEventListener("scroll", () => (byId("tip").hidden = true), { passive: true });
   window.addEventListener("hashchange", () => {
-    const row = run.rows.find((found) => found.id === wantedId());
-    if (row && row !== list.chosen) choose(row);
+    if (list.chosen?.id !== wantedId()) choose(run.rows.find((row) => row.id === wantedId()));
   });
   takeHead(await source.head(0, 0));
   tell();

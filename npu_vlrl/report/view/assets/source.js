@@ -97,11 +97,11 @@ async function episodeOf(row) {
 const texts = new Map();
 
 async function textOf(row) {
-  if (!texts.has(row.id)) {
+  if (!texts.has(row.at)) {
     const found = await episodeOf(row);
-    texts.set(row.id, found ? searchable(found).toLowerCase() : "");
+    texts.set(row.at, found ? searchable(found).toLowerCase() : "");
   }
-  return texts.get(row.id);
+  return texts.get(row.at);
 }
 
 function searchable({ record, segments }) {
