@@ -11,8 +11,12 @@ function gapOf(turn, i) {
 const isTrained = (turn) => turn.advantage !== null || turn.values.advantages !== undefined;
 
 const rgb = ([r, g, b], strength) => `rgb(${r} ${g} ${b} / ${(0.06 + 0.7 * strength).toFixed(3)})`;
-const BLUE = [51, 122, 235], ORANGE = [235, 118, 30], VIOLET = [132, 82, 214], RED = [222, 53, 76], TEAL = [16, 152, 142];
-const HUES = [[51, 122, 235], [235, 118, 30], [28, 160, 92], [190, 70, 190], [190, 150, 20], [16, 152, 162], [222, 53, 76]];
+const BLUE = [51, 122, 235];
+const ORANGE = [235, 118, 30];
+const VIOLET = [132, 82, 214];
+const RED = [222, 53, 76];
+const TEAL = [16, 152, 142];
+const HUES = [BLUE, ORANGE, [28, 160, 92], [190, 70, 190], [190, 150, 20], TEAL, RED];
 
 const range = (from, to) => [short(from), short(to)];
 const most = (values) => values.reduce((largest, value) => Math.max(largest, Math.abs(value)), 0) || 1e-12;
@@ -126,7 +130,8 @@ function facts(found, i) {
   list.push(["", isTrained(turn) ? "sampled, trained" : "sampled, not trained"]);
   const logprob = at(turn, "logprobs", i);
   if (logprob !== null) list.push(["log-probability", `${short(logprob)}  (p ${short(Math.exp(logprob))})`]);
-  for (const [name, key] of [["learner's", "learner_logprobs"], ["entropy", "entropy"], ["version", "weight_versions"]]) {
+  const others = [["learner's", "learner_logprobs"], ["entropy", "entropy"], ["version", "weight_versions"]];
+  for (const [name, key] of others) {
     if (at(turn, key, i) !== null) list.push([name, short(at(turn, key, i))]);
   }
   const gap = gapOf(turn, i);

@@ -39,8 +39,13 @@ function message(block, rest = []) {
   const kind = ["system", "user", "assistant", "tool"].includes(label) ? label : "other";
   if (!block.pieces) {
     const pictures = block.images.map(picture);
-    const note = el("p", { class: "dim" }, `${counted(block.ids.length, "token")}; their text needs the run's tokenizer`);
-    return el("div", { class: `message ${kind}` }, el("span", { class: "role" }, label), el("div", { class: "body" }, note, pictures));
+    const note = `${counted(block.ids.length, "token")}; their text needs the run's tokenizer`;
+    return el(
+      "div",
+      { class: `message ${kind}` },
+      el("span", { class: "role" }, label),
+      el("div", { class: "body" }, el("p", { class: "dim" }, note), pictures),
+    );
   }
   const cut = headLength(block);
   const head = tokensOf(block.pieces.slice(0, cut), block.ids.slice(0, cut), [], null);
@@ -48,7 +53,8 @@ function message(block, rest = []) {
   const body = tokensOf(block.pieces.slice(cut), block.ids.slice(cut), block.images, null);
   const quiet = (piece, i) => typeof piece === "string" && (run.control.has(block.ids[i]) || !piece.trim());
   const empty = block.pieces.every((piece, i) => i < cut || quiet(piece, i));
-  if (body.lastChild?.dataset?.piece?.trim() === "") body.lastChild.classList.add("control"); // the line break of the template
+  // the template's line break
+  if (body.lastChild?.dataset?.piece?.trim() === "") body.lastChild.classList.add("control");
   return el(
     "div",
     { class: `message ${kind}${block.role === null ? " tail" : ""}${empty ? " bare" : ""}` },
@@ -84,12 +90,14 @@ function action(turn, k, asking, isLast) {
 // What the turn earned, and why it ended.
 function outcome(turn) {
   const { verdict } = turn;
-  const terms = Object.entries(verdict?.terms ?? {});
+  const terms = Object.entries(verdict?.terms ?? {}).map(([name, value]) =>
+    fact(words(name), el("span", { class: "num" }, signed(value))),
+  );
   return el(
     "div",
     { class: "outcome" },
     el("span", { class: "reward num" }, fact("reward", signed(turn.reward))),
-    terms.length ? el("span", { class: "terms" }, terms.map(([name, value]) => fact(words(name), el("span", { class: "num" }, signed(value))))) : null,
+    terms.length ? el("span", { class: "terms" }, terms) : null,
     verdict ? mark(verdict.solved) : null,
     turn.advantage === null ? null : fact("advantage", el("span", { class: "num" }, signed(turn.advantage))),
     el("span", { class: turn.stop === "end_of_turn" ? "dim" : "bad" }, words(turn.stop)),
@@ -102,13 +110,9 @@ function details(turn, isLast) {
   const { parsed } = turn;
   if (typeof turn.state === "string") parts.push(part("state", el("pre", {}, turn.state)));
   if (parsed) {
-    const thoughts = Object.entries(parsed.thoughts ?? {});
-    parts.push(
-      part(
-        parsed.right ? "read as" : "read as, though the format is not right",
-        el("dl", {}, [...thoughts, ["answer", parsed.answer]].map(([name, value]) => [el("dt", {}, name), el("dd", {}, value ?? "none")])),
-      ),
-    );
+    const read = [...Object.entries(parsed.thoughts ?? {}), ["answer", parsed.answer]];
+    const lines = read.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value ?? "none")]);
+    parts.push(part(parsed.right ? "read as" : "read as, though the format is not right", el("dl", {}, lines)));
   }
   for (const [i, call] of (turn.tool_calls ?? []).entries()) {
     const result = turn.tool_results[i];
@@ -126,8 +130,10 @@ function details(turn, isLast) {
 // The model sees a result in its next turn; only the last one has to be shown here.
 function resultOf(result, isLast) {
   const pictures = isLast ? result.images.map(picture) : [];
-  const more = !isLast && result.images.length ? el("span", { class: "dim" }, counted(result.images.length, "picture"), ", below") : null;
-  return part(result.error ? el("span", { class: "bad" }, "error") : "returns", el("p", {}, result.text), pictures, more);
+  const below = `${counted(result.images.length, "picture")}, below`;
+  const more = !isLast && result.images.length ? el("span", { class: "dim" }, below) : null;
+  const name = result.error ? el("span", { class: "bad" }, "error") : "returns";
+  return part(name, el("p", {}, result.text), pictures, more);
 }
 
 function part(name, ...content) {
@@ -139,16 +145,29 @@ function turnsOf({ record, segments }, withOpening) {
   return turns.map((turn, k) => {
     const [before, asking] = split(turn, segments);
     const shown = k === 0 && !withOpening ? [] : before.map((found) => message(found));
-    const rewritten = turn.continues ? null : el("p", { class: "break" }, "The template rewrote the history: from here the model saw this instead");
-    return el("section", { class: "turn", "aria-label": `turn ${k + 1}` }, rewritten, shown, action(turn, k, asking, k === turns.length - 1));
+    const news = "The template rewrote the history: from here the model saw this instead";
+    const said = action(turn, k, asking, k === turns.length - 1);
+    return el(
+      "section",
+      { class: "turn", "aria-label": `turn ${k + 1}` },
+      turn.continues ? null : el("p", { class: "break" }, news),
+      shown,
+      said,
+    );
   });
 }
+
+const answerOf = ({ answer }) =>
+  answer === null || answer === undefined ? null : fact("answer", el("code", {}, answer));
+
+const placeOf = (row, name) =>
+  el("div", { class: "dim small" }, `${row.phase === "step" ? "training" : words(row.phase)} · step ${row.step} · ${name}`);
 
 function summary(row, record) {
   const lines = [
     el("span", { class: row.status === "solved" ? "good" : "bad" }, words(row.status)),
     fact("reward", el("b", { class: "num" }, signed(row.reward))),
-    record.answer === null || record.answer === undefined ? null : fact("answer", el("code", {}, record.answer)),
+    answerOf(record),
     fact("source", row.source),
     fact("turns", String(row.turns)),
     fact("sampled", counted(row.tokens, "token")),
@@ -159,7 +178,7 @@ function summary(row, record) {
     { class: "summary" },
     el("h2", {}, row.task, row.member ? el("span", { class: "dim" }, ` · member ${row.member}`) : null),
     el("div", { class: "facts" }, lines),
-    el("div", { class: "dim small" }, `${words(row.phase === "step" ? "training" : row.phase)} · step ${row.step} · ${row.id}`),
+    placeOf(row, row.id),
     row.error ? el("p", { class: "error" }, row.error) : null,
     row.turns ? null : el("p", { class: "dim" }, "It has no turns."),
   );
@@ -197,8 +216,8 @@ function together(rows, founds, chosen, choose) {
       "header",
       { class: "summary" },
       el("h2", {}, chosen.task, el("span", { class: "dim" }, ` · ${counted(rows.length, "sibling")}`)),
-      el("div", { class: "facts" }, founds[0].record.answer === null ? null : fact("answer", el("code", {}, founds[0].record.answer))),
-      el("div", { class: "dim small" }, `${words(chosen.phase === "step" ? "training" : chosen.phase)} · step ${chosen.step} · ${chosen.group}`),
+      el("div", { class: "facts" }, answerOf(founds[0].record)),
+      placeOf(chosen, chosen.group),
     ),
     same ? el("div", { class: "opening-all" }, openingOf(founds[0]).map((found) => message(found))) : null,
     el("div", { class: "columns" }, columns),

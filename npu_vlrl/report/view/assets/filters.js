@@ -19,22 +19,28 @@ const ORDERS = {
 
 const control = (name) => byId("filters").elements.namedItem(name);
 
-function number(name, title) {
-  return el("input", { name, type: "number", step: "any", placeholder: title, "aria-label": `${name.replace("_", " ")}` });
+const SOLVED = [["", "Solved or not"], ["yes", "Solved"], ["first", "Solved at once"], ["no", "Not solved"]];
+
+function field(name, title, label, given = {}) {
+  return el("input", { name, type: "text", placeholder: title, "aria-label": label, ...given });
+}
+
+const number = (name, title) => field(name, title, name.replace("_", " "), { type: "number", step: "any" });
+
+function choice(name, title, options) {
+  return el("select", { name, "aria-label": title }, options.map(([value, text]) => el("option", { value }, text)));
 }
 
 function makeFilters(changed) {
-  const selects = CHOICES.map(([name, title]) => el("select", { name, "aria-label": title }));
-  const solved = el("select", { name: "solved", "aria-label": "Solved" }, [["", "Solved or not"], ["yes", "Solved"], ["first", "Solved at once"], ["no", "Not solved"]].map(([value, title]) => el("option", { value }, title)));
-  const order = el("select", { name: "order", "aria-label": "Order" }, Object.entries(ORDERS).map(([value, [title]]) => el("option", { value }, title)));
+  const orders = Object.entries(ORDERS).map(([value, [title]]) => [value, title]);
   put(
     byId("filters"),
-    el("input", { name: "search", type: "search", placeholder: "Search all text  ( / )", "aria-label": "Search", class: "wide" }),
-    el("input", { name: "task", type: "text", placeholder: "Task", "aria-label": "Task contains" }),
-    el("input", { name: "group", type: "text", placeholder: "Group", "aria-label": "Group contains" }),
-    selects,
-    solved,
-    order,
+    field("search", "Search all text  ( / )", "Search", { type: "search", class: "wide" }),
+    field("task", "Task", "Task contains"),
+    field("group", "Group", "Group contains"),
+    CHOICES.map(([name, title]) => choice(name, title, [])),
+    choice("solved", "Solved", SOLVED),
+    choice("order", "Order", orders),
     el("span", { class: "pair" }, el("span", {}, "Step"), number("step_from", "from"), number("step_to", "to")),
     el("span", { class: "pair" }, el("span", {}, "Reward"), number("reward_from", "from"), number("reward_to", "to")),
     el("button", { type: "reset", class: "wide quiet", id: "reset" }, "Clear filters"),
@@ -49,10 +55,12 @@ function makeFilters(changed) {
 function refreshChoices() {
   for (const [name, title, of] of CHOICES) {
     const counts = new Map();
-    for (const row of run.rows) for (const value of of(row)) counts.set(value ?? "", (counts.get(value ?? "") ?? 0) + 1);
+    for (const value of run.rows.flatMap(of)) counts.set(value ?? "", (counts.get(value ?? "") ?? 0) + 1);
     const select = control(name);
     const before = select.value;
-    const options = [...counts].sort().map(([value, count]) => el("option", { value: `=${value}` }, `${words(value) || "none"}  (${count})`));
+    const options = [...counts]
+      .sort()
+      .map(([value, count]) => el("option", { value: `=${value}` }, `${words(value) || "none"}  (${count})`));
     put(select, el("option", { value: "" }, `Any ${title.toLowerCase()}`), options);
     select.value = [...select.options].some((option) => option.value === before) ? before : "";
   }

@@ -11,7 +11,8 @@ function makeList(choose) {
     const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!by) return;
     event.preventDefault();
-    choose(neighbour(by)).then(() => byId("list").querySelector('[aria-current="true"]')?.focus({ preventScroll: true }));
+    const focus = () => byId("list").querySelector('[aria-current="true"]')?.focus({ preventScroll: true });
+    choose(neighbour(by)).then(focus);
   });
   new ResizeObserver(drawRows).observe(byId("list"));
 }
@@ -39,24 +40,30 @@ function drawRows() {
 }
 
 function rowOf(row) {
+  const chosen = row === list.chosen;
   const shown = row.picture
     ? el("canvas", { width: 2 * THUMB, height: 2 * THUMB, "data-hash": row.picture, "aria-hidden": "true" })
     : el("span", { class: "nothing", "aria-hidden": "true" });
-  return el(
-    "button",
-    { type: "button", class: "row", tabindex: row === list.chosen ? 0 : -1, "data-at": row.at, "aria-current": row === list.chosen && "true", on: { click: () => list.choose(row) } },
-    shown,
-    el(
-      "span",
-      { class: "line" },
-      el("span", { class: row.solved ? "dot good" : "dot bad", title: words(row.status) }),
-      el("span", { class: "name" }, row.task),
-      row.member && el("span", { class: "dim" }, `#${row.member}`),
-      row.label && el("span", { class: "label" }, row.label),
-      el("span", { class: "num" }, signed(row.reward)),
-    ),
-    el("span", { class: "line dim" }, el("span", { class: "num" }, `${words(row.phase)} ${row.step}`), el("span", { class: "snippet" }, row.error ?? row.snippet ?? ""), el("span", { class: "num", title: "turns × sampled tokens of a turn" }, `${row.turns} × ${Math.round(row.tokens / Math.max(1, row.turns))}`)),
+  const first = el(
+    "span",
+    { class: "line" },
+    el("span", { class: row.solved ? "dot good" : "dot bad", title: words(row.status) }),
+    el("span", { class: "name" }, row.task),
+    row.member && el("span", { class: "dim" }, `#${row.member}`),
+    row.label && el("span", { class: "label" }, row.label),
+    el("span", { class: "num" }, signed(row.reward)),
   );
+  const length = `${row.turns} × ${Math.round(row.tokens / Math.max(1, row.turns))}`;
+  const second = el(
+    "span",
+    { class: "line dim" },
+    el("span", { class: "num" }, `${words(row.phase)} ${row.step}`),
+    el("span", { class: "snippet" }, row.error ?? row.snippet ?? ""),
+    el("span", { class: "num", title: "turns × sampled tokens of a turn" }, length),
+  );
+  const given = { type: "button", class: "row", tabindex: chosen ? 0 : -1, "data-at": row.at };
+  const more = { "aria-current": chosen && "true", on: { click: () => list.choose(row) } };
+  return el("button", { ...given, ...more }, shown, first, second);
 }
 
 function scrollToRow(row) {

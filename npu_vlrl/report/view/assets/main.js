@@ -72,11 +72,13 @@ function leave() {
 }
 
 function showHelp() {
-  const lines = Object.entries(KEYS).filter(([, [text]]) => text);
+  const lines = Object.entries(KEYS)
+    .filter(([, [text]]) => text)
+    .map(([key, [text]]) => [el("dt", {}, el("kbd", {}, key === "Escape" ? "Esc" : key)), el("dd", {}, text)]);
   put(
     byId("help"),
     el("h2", {}, "Keys"),
-    el("dl", {}, lines.map(([key, [text]]) => [el("dt", {}, el("kbd", {}, key === "Escape" ? "Esc" : key)), el("dd", {}, text)])),
+    el("dl", {}, lines),
     el("p", { class: "dim" }, "The pointer on a token shows its numbers; a click on a picture shows the stored file."),
     el("footer", {}, el("button", { type: "button", on: { click: () => byId("help").close() } }, "Close")),
   );
@@ -96,8 +98,8 @@ function onKey(event) {
 function refresh() {
   chooseRows((rows, progress) => {
     showRows(rows);
-    const all = run.rows.length;
-    const part = rows.length === all ? counted(all, "trajectory", "trajectories") : `${rows.length.toLocaleString("en")} of ${counted(all, "trajectory", "trajectories")}`;
+    const all = counted(run.rows.length, "trajectory", "trajectories");
+    const part = rows.length === run.rows.length ? all : `${rows.length.toLocaleString("en")} of ${all}`;
     byId("count").textContent = progress < 1 ? `${part}, searched ${Math.round(100 * progress)} %` : part;
     if (!list.chosen && rows.length) choose(rows.find((row) => row.id === wantedId()) ?? rows[0]);
   });
@@ -162,4 +164,8 @@ async function begin() {
   if (source.served) poll();
 }
 
-begin().catch((error) => put(byId("stage"), el("p", { class: "empty bad" }, `The records could not be read: ${error.message}`)));
+function complain(error) {
+  put(byId("stage"), el("p", { class: "empty bad" }, `The records could not be read: ${error.message}`));
+}
+
+begin().catch(complain);

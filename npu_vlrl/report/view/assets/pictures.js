@@ -33,7 +33,8 @@ function forgetUnseen() {
 
 async function draw(canvas, hash, width, height) {
   const blob = await source.picture(hash).catch(() => null);
-  const bitmap = blob && (await createImageBitmap(blob, { resizeWidth: width, resizeHeight: height, resizeQuality: "high" }).catch(() => null));
+  const size = { resizeWidth: width, resizeHeight: height, resizeQuality: "high" };
+  const bitmap = blob && (await createImageBitmap(blob, size).catch(() => null));
   if (!bitmap) {
     canvas.replaceWith(missing(hash, width, height));
     return;
@@ -57,7 +58,9 @@ function picture(image) {
     image.tokens && counted(image.tokens, "token"),
     image.stored && `${image.stored[0]}×${image.stored[1]} stored`,
   ].filter(Boolean);
-  if (!image.stored) return el("span", { class: "picture" }, missing(image.hash, width, height), el("small", {}, facts.join(" · ")));
+  if (!image.stored) {
+    return el("span", { class: "picture" }, missing(image.hash, width, height), el("small", {}, facts.join(" · ")));
+  }
   const times = Math.max(1, Math.min(LARGEST, Math.floor(COMFORTABLE / Math.max(width, height))));
   const canvas = el("canvas", { width, height, role: "img", "aria-label": `picture ${image.hash.slice(0, 12)}` });
   canvas.style.width = `${width * times}px`;
@@ -81,7 +84,8 @@ async function showFull(image) {
   const shown = el("img", { alt: `picture ${image.hash.slice(0, 12)}`, width, height });
   shown.src = address;
   const close = el("button", { type: "button", on: { click: () => byId("full").close() } }, "Close");
-  put(byId("full"), shown, el("footer", {}, el("span", { class: "dim" }, `${width}×${height} · ${image.hash}`), close));
+  const facts = el("span", { class: "dim" }, `${width}×${height} · ${image.hash}`);
+  put(byId("full"), shown, el("footer", {}, facts, close));
   byId("full").addEventListener("close", () => URL.revokeObjectURL(address), { once: true });
   byId("full").showModal();
 }
