@@ -156,6 +156,16 @@ def versions_of(line: dict[str, Any]) -> list[list[int]]:
     return [turn["action"]["weight_versions"] for turn in line["turns"]]
 
 
+def test_two_learners_with_a_part_each(tmp_path: Path) -> None:
+    words = command(tmp_path, "train.staleness=1", "train.learners=2", "train.shard=true", "train.steps=4")
+    assert finish(start(3, words, tmp_path), 100) == [0, 0, 0], said(tmp_path, 3)
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 4 and max(step["async/staleness_max"] for step in steps) == 1
+    assert all(step["logprob_gap"] < 1e-3 for step in steps)
+    played = collections.Counter(line["task"] for line in trained_on(tmp_path / "run"))
+    assert len(played) == 4 * GROUPS and set(played.values()) == {2}
+
+
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
