@@ -11,8 +11,7 @@ from typing import Any
 
 from npu_vlrl.build import Parts
 from npu_vlrl.config import Config, ConfigError
-from npu_vlrl.report.evaluated import means
-from npu_vlrl.report.results import TaskResult, divided, task_result
+from npu_vlrl.report.results import TaskResult, task_result
 from npu_vlrl.report.run_folder import trajectory_record
 from npu_vlrl.rollout.collect import play
 from npu_vlrl.types import Task, Trajectory
@@ -103,8 +102,3 @@ class Evaluation:
             own = records[index * n : (index + 1) * n]
             self.results.append(task_result(task, own, workflow.reward_mode, workflow.turn_discount, patch))
         self.errors += [record["error"] for record in records if record["error"] is not None]
-
-    def by_source(self) -> dict[str, dict[str, float]]:
-        """Means by data source, and of all tasks under `all` (see `TaskResult.measures`)."""
-        sources = divided(self.results, lambda result: result.data_source) | {"all": list(self.results)}
-        return {source: means(members) for source, members in sources.items()}

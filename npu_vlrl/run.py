@@ -14,6 +14,7 @@ from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.state import export_model
 from npu_vlrl.report.console import ConsoleReport
+from npu_vlrl.report.evaluated import means_by_source
 from npu_vlrl.report.metrics import rollout_metrics
 from npu_vlrl.report.run_folder import RunFolder, versions
 from npu_vlrl.rollout.collect import Rollout, collect
@@ -134,12 +135,12 @@ class Run:
             played = await evaluation.play()
             if self.config.run.record_every:
                 self.folder.trajectories(step, played, {})
-        self.console.evaluation(f"{name}, step {step}", evaluation.by_source())
+        self.console.evaluation(f"{name}, step {step}", means_by_source(evaluation.results))
         return self.record(evaluation, step)
 
     def record(self, evaluation: Evaluation, step: int) -> dict[str, float]:
         """Writes the metrics of a finished evaluation; returns the means over all tasks."""
-        found = evaluation.by_source()
+        found = means_by_source(evaluation.results)
         flat = {f"eval/{source}/{key}": v for source, values in found.items() for key, v in values.items()}
         self.folder.metrics(step, flat)
         for error in evaluation.errors[:3]:

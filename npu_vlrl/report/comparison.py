@@ -45,10 +45,11 @@ def compare(first: Path, second: Path, out: Path) -> dict[str, Any]:
         "results": results(pairs, settings["settings"]["seed"]),
         "changed": [{"task": pairs[index][0].task, "change": word} for index, word in changed.items()],
     }
+    records = list(_changed_records(pairs, (first, second), labels, changed))
     (out / "images").mkdir(parents=True, exist_ok=True)
     shutil.copyfile(first / "config.yaml", out / "config.yaml")
     with (out / "trajectories.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for record in _changed_records(pairs, (first, second), labels, changed):
+        for record in records:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
             for folder in (first, second):
                 _copy_images(record, folder / "images", out / "images")

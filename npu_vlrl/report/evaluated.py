@@ -32,6 +32,12 @@ def means(results: Sequence[TaskResult]) -> dict[str, float]:
     return {"tasks": len(rows)} | {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else ())}
 
 
+def means_by_source(results: Sequence[TaskResult]) -> dict[str, dict[str, float]]:
+    """Means by data source, and of all tasks under `all`."""
+    sources = divided(results, KINDS["data_source"]) | {"all": list(results)}
+    return {source: means(members) for source, members in sources.items()}
+
+
 def with_intervals(results: Sequence[TaskResult], seed: int) -> dict[str, Any]:
     """`{"tasks": n, measure: {"mean", "low", "high"}, …}` with 95 % intervals, by a bootstrap over tasks."""
     rows = [result.measures() for result in results]
