@@ -31,12 +31,12 @@ def official_scores(results: Sequence[TaskResult]) -> dict[str, dict[str, float]
 
 
 def _accuracies(results: Sequence[TaskResult]) -> dict[str, float]:
-    """`accuracy` over all, of each category, and `average` of the categories (MMStar reports that one)."""
+    """`accuracy` over all, of each category, and `average` of several categories (MMStar reports that one)."""
     scores = {"accuracy": 100 * _mean([_accuracy(result) for result in results])}
     by_category = divided(results, _category)
     for category, members in by_category.items():
         scores[category] = 100 * _mean([_accuracy(result) for result in members])
-    if by_category:
+    if len(by_category) > 1:
         scores["average"] = _mean([scores[category] for category in by_category])
     return scores
 
