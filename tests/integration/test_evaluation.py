@@ -8,20 +8,27 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from npu_vlrl import evaluation
 from npu_vlrl.config import ConfigError
+from npu_vlrl.data.benchmarks import convert
 from npu_vlrl.evaluate import evaluate_only
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.train import train
-from tests.support.program import parquet, row
+from npu_vlrl.workflow.environments.visual_qa import VisualQA
+from tests.support.program import parquet, png, row
 from tests.support.runs import lines, small_config
 
 torch.set_num_threads(1)
 
 TASKS, ANSWERS = 5, 4
+STEP = VisualQA.step
+SCORES = {"/acc": 50.0, "/acc+": 0.0, "": 50.0}
+"""Of MME, for one who always says yes: that is right for one of the two questions about a picture."""
 FILES = ("trajectories.jsonl", "evaluation.json", "metrics.jsonl")
 
 
@@ -184,3 +191,28 @@ def test_several_greedy_answers_are_refused(tmp_path: Path) -> None:
         small_config(tmp_path / "run", evaluation__answers=4)
     given = {"evaluation__answers": 4, "evaluation__temperature": 0.5}
     assert small_config(tmp_path / "run", **given).evaluation.answers == 4
+
+
+def test_a_benchmark_from_its_files_to_its_scores(tmp_path: Path) -> None:
+    rows = [
+        {"question_id": name, "image": {"bytes": png(seed=n)}, "question": "Is it?", "answer": answer, "category": kind}
+        for n, (kind, name) in enumerate([("OCR", "1.png"), ("code_reasoning", "2.png")])
+        for answer in ("Yes", "No")
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mme.parquet")
+    file, _ = convert("mme", tmp_path / "mme.parquet", tmp_path / "out", None, seed=0)
+    settings = {"data__eval": {"path": str(file)}, "reward": {"rule": "benchmark"}, "evaluation__tasks": 0}
+    original = Evaluation.play
+
+    async def yes(self: Evaluation) -> Any:
+        """A random model says nothing of use, so the judge is told that it said Yes."""
+        with mock.patch.object(VisualQA, "step", lambda self, text, history: STEP(self, "Yes", history)):
+            return await original(self)
+
+    with mock.patch.object(Evaluation, "play", yes):
+        answers(tmp_path / "run", workflow__max_turns=1, **settings)
+    values = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    expected = {f"{kind}{name}": points for kind in ("OCR", "code_reasoning") for name, points in SCORES.items()}
+    assert values["benchmarks"] == {"mme": {**expected, "perception": 50.0, "cognition": 50.0}}
+    assert list(values["results"]["category"]) == ["OCR", "code_reasoning"]
+    assert values["results"]["all"]["accuracy"] == {"mean": 0.5, "low": 0.0, "high": 1.0}
