@@ -11,9 +11,9 @@ from typing import Any
 from npu_vlrl.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluate import accuracies, evaluate
+from npu_vlrl.export.run import export_end
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.group import LearnerGroup
-from npu_vlrl.learner.state import export_model
 from npu_vlrl.processes import run_engine
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.metrics import rollout_metrics
@@ -194,8 +194,6 @@ class Run:
 
     def finish(self, seconds: float) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder and the summary, and shows it."""
-        loaded = self.parts.loaded
-        export_model(loaded.policy, loaded.tokenizer, loaded.folder, self.folder.path / "export")
         summary = {
             **self.evaluations,
             "steps": self.config.train.steps,
@@ -203,6 +201,7 @@ class Run:
             "platform": self.parts.platform.name,
             "versions": versions(),
         }
+        export_end(self.parts.loaded, self.config, self.folder.path, summary)
         self.folder.summary(summary)
         self.console.summary(self.evaluations, self.folder.path)
         return summary
