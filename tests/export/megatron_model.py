@@ -1,0 +1,87 @@
+"""`python -m tests.export.megatron_model BASE FOLDER`: a model of the real megatron-core, saved, and its logits.
+
+megatron-core asks for a GPU in two places where it needs none: to put angles on, and for random states of dropout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import save_file
+
+
+def build(settings: dict) -> GPTModel:
+    qwen3 = settings["model_type"] == "qwen3"
+    heads = settings["num_attention_heads"]
+    config = TransformerConfig(
+        num_layers=settings["num_hidden_layers"],
+        hidden_size=settings["hidden_size"],
+        num_attention_heads=heads,
+        num_query_groups=settings["num_key_value_heads"],
+        kv_channels=settings.get("head_dim") or settings["hidden_size"] // heads,
+        ffn_hidden_size=settings["intermediate_size"],
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=not qwen3,
+        qk_layernorm=qwen3,
+        normalization="RMSNorm",
+        layernorm_epsilon=settings["rms_norm_eps"],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=qwen3, normalization="RMSNorm"),
+        vocab_size=settings["vocab_size"] + 64,
+        max_sequence_length=64,
+        share_embeddings_and_output_weights=settings["tie_word_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=settings["rope_parameters"]["rope_theta"],
+    ).eval()
+
+
+@torch.no_grad()
+def main(base: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(1, 1)
+    settings = json.loads((base / "config.json").read_text())
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=nullcontext)),
+    ):
+        model = build(settings)
+        generator = torch.Generator().manual_seed(2)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        ids = torch.randint(0, settings["vocab_size"], (2, 12), generator=generator)
+        hidden = torch.ones(1, 1, 12, 12).triu(1).bool()
+        logits = model(ids, torch.arange(12)[None].expand(2, -1), hidden)
+    (folder / "saved" / "mp_rank_00").mkdir(parents=True)
+    torch.save({"model": model.state_dict(), "iteration": 1}, folder / "saved" / "mp_rank_00" / "model_optim_rng.pt")
+    seen = logits[..., : settings["vocab_size"]].contiguous()
+    save_file({"ids": ids, "logits": seen}, folder / "expected.safetensors")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
