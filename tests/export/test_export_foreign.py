@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -71,13 +72,40 @@ def test_a_file_that_is_missing_is_noticed(saved: Path, tmp_path: Path) -> None:
     assert f"{last} cannot be read" in export(tmp_path / "safe", tmp_path / "out").refused()
 
 
-def test_a_pickled_one_is_refused_with_the_command_that_makes_it_readable(saved: Path, tmp_path: Path) -> None:
-    refused = export(saved / "classic", tmp_path / "out").refused()
-    command = shlex.split(re.search(r"`python (.*?)`", refused)[1])  # type: ignore[index]
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert export(tmp_path / "weights.pt", tmp_path / "out").code == 0
-    assert equal(found(tmp_path / "out"), load_file(saved / "expected.safetensors"))
+def run(words: list[str]) -> None:
+    """A line of the documents, in the working directory."""
+    if words[0] == "python":
+        done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    else:
+        assert words[0] == "npu-vlrl"
+        ours = program(*words[1:])
+        assert ours.code == 0, ours.err
+
+
+def test_a_pickled_one_is_refused_with_the_command_that_makes_it_readable(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = export(saved / "classic", tmp_path / "DIR").refused()
+    monkeypatch.chdir(tmp_path)
+    run(shlex.split(re.search(r"`(python .*?)`", refused)[1]))  # type: ignore[index]
+    assert export(Path("weights.pt"), tmp_path / "DIR").code == 0
+    assert equal(found(tmp_path / "DIR"), load_file(saved / "expected.safetensors"))
+
+
+def test_the_documented_commands(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (ROOT / "docs" / "export.md").read_text()
+    blocks = [block for block in re.findall(r"```bash\n(.*?)```", document, re.DOTALL) if "CHECKPOINT" in block]
+    assert len(blocks) == 2
+    for number, (block, checkpoint) in enumerate(zip(blocks, ("safe", "classic"), strict=True)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        Path("CHECKPOINT").symlink_to(saved / checkpoint)
+        Path("Qwen2.5-VL-3B-Instruct").symlink_to(tiny_folder(KIND))
+        for line in block.splitlines():
+            run(shlex.split(line))
+        assert equal(found(folder / "DIR"), load_file(saved / "expected.safetensors"))
 
 
 class Bomb:
@@ -163,7 +191,7 @@ def test_parts_are_put_where_they_belong(tmp_path: Path) -> None:
     """Along both dimensions; without their places two parts of one name are no tensor."""
     whole = torch.arange(20.0).reshape(4, 5)
     for number, (rows, columns) in enumerate([((0, 3), (0, 2)), ((0, 3), (2, 5)), ((3, 4), (0, 5))]):
-        place = '{"a": {"saved_offsets": [%d, %d]}}' % (rows[0], columns[0])
+        place = json.dumps({"a": {"saved_offsets": [rows[0], columns[0]]}})
         part = whole[slice(*rows), slice(*columns)].contiguous()
         save_file({"a": part}, tmp_path / f"{number}.safetensors", {"DCP_SHARDING_INFO": place})
     assert torch.equal(read_tensors(tmp_path)["a"], whole)

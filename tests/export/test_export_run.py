@@ -5,6 +5,8 @@ from __future__ import annotations
 import filecmp
 import json
 import math
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -242,6 +244,19 @@ def test_a_run_without_an_adapter_has_none_to_write(runs: Runs, tmp_path: Path) 
     run = runs("whole")
     refused = program("export", run, "--out", tmp_path / "out", "--adapter").refused()
     assert refused == f"--adapter: {run} trained no adapter (model.lora is not set); leave it out"
+
+
+def test_the_documented_commands(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    found = re.findall(r"^npu-vlrl (export runs/.*)$", document, re.MULTILINE)
+    assert len(found) == 3
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(runs("lora"))
+    monkeypatch.chdir(tmp_path)
+    for line in found:
+        done = program(*[word.replace("100", "2") for word in shlex.split(line, comments=True)])
+        assert done.code == 0, done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "mine-rl", "mine-2", "mine-lora"}
 
 
 # --- pictures, places, refusals --------------------------------------------------------------------------------------
