@@ -28,10 +28,13 @@ def _export(options: argparse.Namespace) -> None:
     from npu_vlrl.export.foreign import convert
     from npu_vlrl.export.run import export_run
 
-    if options.base is not None:
-        if options.checkpoint is not None or options.adapter:
-            raise ConfigError("--checkpoint and --adapter are for runs; leave them out, or --base")
-        told = convert(options.source, options.base, options.out)
-    else:
-        told = export_run(options.source, options.out, options.checkpoint, options.adapter)
+    if options.base is not None and (options.checkpoint is not None or options.adapter):
+        raise ConfigError("--checkpoint and --adapter are for runs; leave them out, or --base")
+    try:
+        if options.base is not None:
+            told = convert(options.source, options.base, options.out)
+        else:
+            told = export_run(options.source, options.out, options.checkpoint, options.adapter)
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: {error}") from error
     print(f"{told}\nwritten to {options.out}")

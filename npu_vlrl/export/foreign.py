@@ -14,7 +14,7 @@ from npu_vlrl.export.card import Source, converted_card
 from npu_vlrl.export.megatron import EMBEDDING, Layout, converted, is_megatron, read_ranks
 from npu_vlrl.export.run import MARK, check_out, marked
 from npu_vlrl.export.tensors import read_tensors
-from npu_vlrl.learner.checkpoint import CheckpointError
+from npu_vlrl.learner.checkpoint import STATE, CheckpointError
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import DTYPES, load_model
 from npu_vlrl.model.policy import Policy
@@ -30,6 +30,8 @@ def convert(checkpoint: Path, base: Path, out: Path) -> str:
     """
     if not checkpoint.exists():
         raise ConfigError(f"{checkpoint} does not exist; give the folder or the file of a checkpoint")
+    if (checkpoint / STATE).is_file():
+        raise ConfigError(f"{checkpoint} is a checkpoint of npu_vlrl; write `npu-vlrl export RUN --checkpoint …`")
     check_out(out)
     settings = ModelConfig(path=str(base), dtype=_dtype(base))  # type: ignore[arg-type]
     loaded = load_model(settings, base, 0, torch.device("cpu"))

@@ -12,7 +12,7 @@ import torch
 from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.export.card import Source, run_card
-from npu_vlrl.learner.checkpoint import complete
+from npu_vlrl.learner.checkpoint import STATE, complete
 from npu_vlrl.learner.state import load_policy
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import LoadedModel, load_model
@@ -30,6 +30,8 @@ def export_run(run: Path, out: Path, checkpoint: str | None, adapter: bool) -> s
     Raises ConfigError for what is no run, no checkpoint, or no place to write to; CheckpointError for a checkpoint of
     another model.
     """
+    if (run / STATE).is_file():
+        raise ConfigError(f"{run} is one checkpoint of a run; write `npu-vlrl export RUN --checkpoint {run}`")
     if not (run / "config.yaml").is_file():
         raise ConfigError(
             f"{run} is no run folder: it has no config.yaml; give the run.dir of a training, or, for a checkpoint of "

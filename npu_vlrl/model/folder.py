@@ -37,6 +37,7 @@ def export_model(
     saves the memory of a second copy on the host. The folder appears whole or not at all, in the place of one that was
     there.
     """
+    target = target.resolve()  # where a link points to
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     policy = loaded.policy

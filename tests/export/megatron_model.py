@@ -1,4 +1,5 @@
-"""`python -m tests.export.megatron_model BASE FOLDER`: a model of the real megatron-core, saved, and its logits.
+"""`python -m tests.export.megatron_model FOLDER BASE…`, a process of some: models of the real megatron-core that they
+divide, saved with their logits in FOLDER/0, FOLDER/1, …
 
 megatron-core asks for a GPU in two places where it needs none: to put angles on, and for random states of dropout.
 """
@@ -54,34 +55,46 @@ def build(settings: dict) -> GPTModel:
         vocab_size=settings["vocab_size"] + 64,
         max_sequence_length=64,
         share_embeddings_and_output_weights=settings["tie_word_embeddings"],
+        parallel_output=False,
         position_embedding_type="rope",
         rotary_base=settings["rope_parameters"]["rope_theta"],
     ).eval()
 
 
 @torch.no_grad()
-def main(base: Path, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(1, 1)
+def save(base: Path, folder: Path) -> None:
+    rank = dist.get_rank()
     settings = json.loads((base / "config.json").read_text())
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=nullcontext)),
     ):
+        torch.manual_seed(1)
         model = build(settings)
-        generator = torch.Generator().manual_seed(2)
+        common, own = torch.Generator().manual_seed(2), torch.Generator().manual_seed(3 + rank)
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        ids = torch.randint(0, settings["vocab_size"], (2, 12), generator=generator)
+            divided = getattr(parameter, "tensor_model_parallel", False)
+            parameter.add_(torch.randn(parameter.shape, generator=own if divided else common) * 0.1)
+        ids = torch.randint(0, settings["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(4))
         hidden = torch.ones(1, 1, 12, 12).triu(1).bool()
         logits = model(ids, torch.arange(12)[None].expand(2, -1), hidden)
-    (folder / "saved" / "mp_rank_00").mkdir(parents=True)
-    torch.save({"model": model.state_dict(), "iteration": 1}, folder / "saved" / "mp_rank_00" / "model_optim_rng.pt")
-    seen = logits[..., : settings["vocab_size"]].contiguous()
-    save_file({"ids": ids, "logits": seen}, folder / "expected.safetensors")
+    target = folder / "saved" / f"mp_rank_{rank:02d}"
+    target.mkdir(parents=True)
+    torch.save({"model": model.state_dict(), "iteration": 1}, target / "model_optim_rng.pt")
+    if rank == 0:
+        seen = logits[..., : settings["vocab_size"]].contiguous()
+        save_file({"ids": ids, "logits": seen}, folder / "expected.safetensors")
+
+
+def main(folder: Path, bases: list[Path]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(dist.get_world_size())
+    for number, base in enumerate(bases):
+        save(base, folder / str(number))
+    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), [Path(word) for word in sys.argv[2:]])

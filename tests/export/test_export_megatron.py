@@ -27,6 +27,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"bias": False, "tied": False},
     "qwen3 tied": {"bias": False, "tied": True},
 }
+REAL = ("qwen2", "qwen3 tied")
+"""Those that megatron-core itself is asked about."""
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +131,21 @@ def test_layers_that_are_stacked_in_one_file(folders: Any, tmp_path: Path) -> No
     assert same(model, tmp_path / "out")
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["qwen2", "qwen3 tied"])
-def test_megatrons_own_model_says_the_same(folders: Any, tmp_path: Path, name: str) -> None:
-    """The real megatron-core builds the model, saves it, and computes logits that plain transformers then computes."""
-    processes = start(1, ["-m", "tests.export.megatron_model", folders(name), tmp_path], tmp_path)
-    assert finish(processes, 100) == [0], said(tmp_path, 1)
-    expected = load_file(tmp_path / "expected.safetensors")
-    assert export(tmp_path / "saved", folders(name), tmp_path / "out").code == 0
+@pytest.fixture(scope="module")
+def trained(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of the real megatron-core, divided over two processes, and their logits."""
+    folder = tmp_path_factory.mktemp("megatron")
+    processes = start(2, ["-m", "tests.export.megatron_model", folder, *map(folders, REAL)], folder)
+    assert finish(processes, 110) == [0, 0], said(folder, 2)
+    return folder
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_megatrons_own_model_says_the_same(folders: Any, trained: Path, tmp_path: Path, name: str) -> None:
+    """Plain transformers computes from the export the logits that megatron-core computed."""
+    folder = trained / str(REAL.index(name))
+    expected = load_file(folder / "expected.safetensors")
+    assert export(folder / "saved", folders(name), tmp_path / "out").code == 0
     with torch.no_grad():
         found = plain_model(tmp_path / "out")(input_ids=expected["ids"]).logits
         before = plain_model(folders(name))(input_ids=expected["ids"]).logits

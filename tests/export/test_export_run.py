@@ -296,6 +296,15 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is(runs: Runs, tmp_path:
     )
 
 
+def test_a_link_to_an_earlier_export(runs: Runs, tmp_path: Path) -> None:
+    run, link = runs("lora"), tmp_path / "link"
+    assert program("export", run, "--out", tmp_path / "out").code == 0
+    link.symlink_to(tmp_path / "out")
+    (tmp_path / "out" / "left_over.txt").write_text("")
+    assert program("export", run, "--out", link).code == 0
+    assert link.is_symlink() and not (link / "left_over.txt").exists()
+
+
 def test_what_was_there_stays_when_an_export_fails(runs: Runs, tmp_path: Path) -> None:
     run, out = runs("lora"), tmp_path / "out"
     assert program("export", run, "--out", out).code == 0
@@ -325,6 +334,10 @@ def test_refusals_name_what_is_wrong(runs: Runs, tmp_path: Path) -> None:
         f"--checkpoint {missing}: no such folder; {run} has checkpoints of the steps: 2, 3"
     )
     assert "checkpoint file" in refused(run, "--checkpoint", run / "images")
+    path = run / "checkpoints" / "step-00000003"
+    one = f"{path} is one checkpoint of a run; write `npu-vlrl export RUN --checkpoint {path}`"
+    assert refused(path) == one
+    assert f"{path} is a checkpoint of npu_vlrl" in refused(path, "--base", run / "export")
     evaluated = tmp_path / "evaluated"
     evaluated.mkdir()
     shutil.copy(run / "config.yaml", evaluated)
