@@ -30,29 +30,29 @@ LOADED = {
     (True, False): """\
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-model = AutoModelForImageTextToText.from_pretrained(FOLDER)
-processor = AutoProcessor.from_pretrained(FOLDER)  # needs torchvision
+model = AutoModelForImageTextToText.from_pretrained("FOLDER")
+processor = AutoProcessor.from_pretrained("FOLDER")  # needs torchvision
 """,
     (False, False): """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained(FOLDER)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 """,
     (True, True): """\
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
-model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(BASE), FOLDER)
+model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained("BASE"), "FOLDER")
 """,
     (False, True): """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), FOLDER)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), "FOLDER")
 """,
 }
-"""By whether it sees pictures, and whether it is an adapter."""
+"""By whether it sees pictures, and whether it is an adapter. FOLDER and BASE are for the reader to replace."""
 
 MACHINE = {"run", "sync", "ray"}
 """Sections of the configuration that say where a run ran, not what it learned."""
@@ -108,7 +108,7 @@ def converted_card(title: str, source: Source) -> str:
 def plain(value: Any) -> str:
     """One line of text in which nothing is Markdown or HTML."""
     words = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", str(value)).split())
-    return re.sub(r"([\\`*_{}\[\]()#+\-.!|~:@])", r"\\\1", html.escape(words, quote=False))
+    return re.sub(r"([\\`*_\[\]|~$:@]|(?<=[wW]{3})\.)", r"\\\1", html.escape(words, quote=False))
 
 
 def fenced(language: str, text: str) -> str:

@@ -19,7 +19,7 @@ from tests.support.models import tiny_folder
 
 EVIL = (
     "a|b<script>alert(1)</script> ![x](http://x) `code` **bold**\n# heading\n---\n"
-    "[link](javascript:x) &lt; \u2028<img src=x>"
+    "www.evil.org me@evil.org $x$ [link](javascript:x) &lt; \u2028<img src=x>"
 )
 METRICS = [
     {"step": 0, "eval/arrow/accuracy": 0.25, f"eval/{EVIL}/accuracy": 0.5},
@@ -71,14 +71,14 @@ def test_it_says_what_the_files_of_the_run_say(tmp_path: Path) -> None:
     }
     assert "\n# license: " in card.split("---\n")[1] and "\nlicense:" not in card
     facts = dict(table(card, "Training"))
-    assert facts["base model"] == "Qwen2\\.5\\-VL\\-3B\\-Instruct" and facts["steps"] == "8 of 8"
-    assert facts["training data"] == facts["evaluation data"] == "train\\.parquet"
-    assert facts["reward rule"] == "rewards\\.py\\:score" and facts["tools"] == "look"
-    assert facts["algorithm"].startswith("dapo") and facts["platform"] == "cpu" and facts["torch"] == "2\\.13\\.0\\+cpu"
+    assert facts["base model"] == "Qwen2.5-VL-3B-Instruct" and facts["steps"] == "8 of 8"
+    assert facts["training data"] == facts["evaluation data"] == "train.parquet"
+    assert facts["reward rule"] == "rewards.py\\:score" and facts["tools"] == "look"
+    assert facts["algorithm"].startswith("dapo") and facts["platform"] == "cpu" and facts["torch"] == "2.13.0+cpu"
     assert "/home/me" not in card and "secret project" not in card
     rows = table(card, "Results")
     assert rows[0] == ["data source", "", "after 0 steps", "after 8 steps"]
-    assert ["arrow", "accuracy", "0\\.25", "0\\.875"] in rows and len(rows) == 4
+    assert ["arrow", "accuracy", "0.25", "0.875"] in rows and len(rows) == 4
     settings = yaml.safe_load(re.search(r"```yaml\n(.*?)```", card, re.DOTALL)[1])  # type: ignore[index]
     assert settings["workflow"] == {"max_turns": 2, "tools": ["look"]} and "run" not in settings
 
@@ -86,7 +86,7 @@ def test_it_says_what_the_files_of_the_run_say(tmp_path: Path) -> None:
 def test_it_says_nothing_of_later_steps_and_nothing_that_it_does_not_know(tmp_path: Path) -> None:
     made = config(tmp_path)
     card = run_card(made, WHOLE, 5, METRICS, {})
-    assert table(card, "Results")[0][-1] == "after 4 steps" and "0\\.875" not in card
+    assert table(card, "Results")[0][-1] == "after 4 steps" and "0.875" not in card
     assert not {"platform", "torch"} & dict(table(card, "Training")).keys()
     assert table(run_card(made, WHOLE, 5, METRICS[:1], {}), "Results")[0][2:] == ["after 0 steps"]
     assert "no evaluation" in run_card(made, WHOLE, 5, [], {})
@@ -101,7 +101,7 @@ def test_names_from_data_are_neither_markdown_nor_html(tmp_path: Path) -> None:
     tags = Tags()
     tags.found = []
     tags.feed(prose)
-    assert tags.found == [] and not re.search(r"(?<!\\)[\[`*<!]", prose)
+    assert tags.found == [] and not re.search(r"(?<!\\)[\[`*<$@]|www\.|http:|javascript:", prose)
     assert [line for line in prose.splitlines() if line.startswith("#")][1:] == [
         *("## Training", "## Results", "## How to load it", "## Configuration")
     ]
@@ -136,7 +136,7 @@ def test_the_code_that_loads_a_model_loads_it(sees: bool) -> None:
     """All but the processor of pictures, which needs torchvision; tests/vllm loads that."""
     folder = str(tiny_folder("qwen2_5_vl" if sees else "qwen3"))
     code = "\n".join(line for line in LOADED[sees, False].splitlines() if "rocessor.from" not in line)
-    names: dict[str, Any] = {"FOLDER": folder}
-    exec(code, names)
+    names: dict[str, Any] = {}
+    exec(code.replace("FOLDER", folder), names)
     assert names["model"].config.model_type == ("qwen2_5_vl" if sees else "qwen3")
     assert sees or len(names["tokenizer"]) > 256
