@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -185,14 +185,18 @@ def _results(step: int, metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from _table(heads, rows)
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "–"
 
 
-def _table(heads: Sequence[str], rows: Any) -> Iterator[str]:
-    for row in (heads, ["---"] * len(heads), *rows):
-        cells = row if row and row[0] == "---" else map(plain, row)
-        yield f"| {' | '.join(cells)} |\n"
+def _table(heads: Sequence[str], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
+    yield _row(map(plain, heads))
+    yield _row(["---"] * len(heads))
+    yield from (_row(map(plain, row)) for row in rows)
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
 
 
 def _changed(config: Config) -> Any:

@@ -1,7 +1,8 @@
 """`python -m tests.export.megatron_model FOLDER BASE…`, a process of some: models of the real megatron-core that they
 divide, saved with their logits in FOLDER/0, FOLDER/1, …
 
-megatron-core asks for a GPU in two places where it needs none: to put angles on, and for random states of dropout.
+They are saved as files of ranks, and as a distributed checkpoint. megatron-core asks for a GPU where it needs none: to
+put angles and counts on, for random states of dropout, and before it saves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -65,8 +66,11 @@ def build(settings: dict) -> GPTModel:
 def save(base: Path, folder: Path) -> None:
     rank = dist.get_rank()
     settings = json.loads((base / "config.json").read_text())
+    (folder / "distributed").mkdir(parents=True, exist_ok=True)
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
         mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=nullcontext)),
     ):
         torch.manual_seed(1)
@@ -78,6 +82,8 @@ def save(base: Path, folder: Path) -> None:
         ids = torch.randint(0, settings["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(4))
         hidden = torch.ones(1, 1, 12, 12).triu(1).bool()
         logits = model(ids, torch.arange(12)[None].expand(2, -1), hidden)
+        dist.barrier()
+        dist_checkpointing.save(model.sharded_state_dict(), str(folder / "distributed"))
     target = folder / "saved" / f"mp_rank_{rank:02d}"
     target.mkdir(parents=True)
     torch.save({"model": model.state_dict(), "iteration": 1}, target / "model_optim_rng.pt")

@@ -25,7 +25,7 @@ METRICS = [
     {"step": 0, "eval/arrow/accuracy": 0.25, f"eval/{EVIL}/accuracy": 0.5},
     {"step": 0, "reward": 1.0},
     {"step": 4, "eval/arrow/accuracy": 0.375, "eval/new/accuracy": 1.0},
-    {"step": 8, "eval/arrow/accuracy": 0.875, f"eval/{EVIL}/accuracy": None},
+    {"step": 8, "eval/arrow/accuracy": 0.875, f"eval/{EVIL}/accuracy": None, "eval/---/<b>": 1.0},
 ]
 SUMMARY = {"steps": 8, "platform": "cpu", "versions": {"torch": "2.13.0+cpu"}}
 WHOLE = Source(sees=True, adapter=False, weights="float32")
@@ -78,7 +78,7 @@ def test_it_says_what_the_files_of_the_run_say(tmp_path: Path) -> None:
     assert "/home/me" not in card and "secret project" not in card
     rows = table(card, "Results")
     assert rows[0] == ["data source", "", "after 0 steps", "after 8 steps"]
-    assert ["arrow", "accuracy", "0.25", "0.875"] in rows and len(rows) == 4
+    assert ["arrow", "accuracy", "0.25", "0.875"] in rows and len(rows) == 5
     settings = yaml.safe_load(re.search(r"```yaml\n(.*?)```", card, re.DOTALL)[1])  # type: ignore[index]
     assert settings["workflow"] == {"max_turns": 2, "tools": ["look"]} and "run" not in settings
 

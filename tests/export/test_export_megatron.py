@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,20 +121,6 @@ def test_models_that_see(folders: Any, tmp_path: Path, name: str, tower: bool) -
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
 
 
-def test_layers_that_are_stacked_in_one_file(folders: Any, tmp_path: Path) -> None:
-    """As older releases keep them in a distributed checkpoint, which was then made whole."""
-    model = other(folders("qwen3"))
-    write(model, tmp_path / "saved", 1)
-    flat = load_file(tmp_path / "saved" / "mp_rank_00" / "model.safetensors")
-    stacked = {name: tensor for name, tensor in flat.items() if ".layers." not in name}
-    for name in [name for name in flat if ".layers.0." in name and not name.endswith("_extra_state")]:
-        layers = [flat[name.replace(".0.", f".{number}.", 1)] for number in range(4)]
-        stacked[name.replace("layers.0.", "layers.")] = torch.stack(layers)
-    save_file({f"model.{name}": tensor for name, tensor in stacked.items()}, tmp_path / "whole.safetensors")
-    assert export(tmp_path / "whole.safetensors", folders("qwen3"), tmp_path / "out").code == 0
-    assert same(model, tmp_path / "out")
-
-
 @pytest.fixture(scope="module")
 def trained(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models of the real megatron-core, divided over two processes, and their logits."""
@@ -144,13 +134,26 @@ def trained(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_megatrons_own_model_says_the_same(folders: Any, trained: Path, tmp_path: Path, name: str) -> None:
     """Plain transformers computes from the export the logits that megatron-core computed."""
     folder = trained / str(REAL.index(name))
-    expected = load_file(folder / "expected.safetensors")
     assert export(folder / "saved", folders(name), tmp_path / "out").code == 0
-    with torch.no_grad():
-        found = plain_model(tmp_path / "out")(input_ids=expected["ids"]).logits
-        before = plain_model(folders(name))(input_ids=expected["ids"]).logits
-    assert (found - expected["logits"]).abs().max() < 1e-5
-    assert (before - expected["logits"]).abs().max() > 0.1
+    assert gap(tmp_path / "out", folder) < 1e-5 and gap(folders(name), folder) > 0.1
+
+
+def test_megatrons_own_distributed_checkpoint(folders: Any, trained: Path, tmp_path: Path) -> None:
+    """It is a DCP, with layers stacked; its owner makes it readable."""
+    folder, base = trained / "0", folders(REAL[0])
+    refused = export(folder / "distributed", base, tmp_path / "out").refused()
+    command = shlex.split(re.search(r"`python (.*?)`", refused)[1])  # type: ignore[index]
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert export(tmp_path / "weights.pt", base, tmp_path / "out").code == 0
+    assert gap(tmp_path / "out", folder) < 1e-5
+
+
+@torch.no_grad()
+def gap(model: Path, trained: Path) -> float:
+    """Between the logits of a model folder and those of megatron-core."""
+    expected = load_file(trained / "expected.safetensors")
+    return float((plain_model(model)(input_ids=expected["ids"]).logits - expected["logits"]).abs().max())
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
