@@ -10,9 +10,9 @@ from typing import Any
 from npu_vlrl.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
+from npu_vlrl.export.run import export_end
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.group import LearnerGroup
-from npu_vlrl.learner.state import export_model
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.evaluated import means_by_source
 from npu_vlrl.report.metrics import rollout_metrics
@@ -197,8 +197,6 @@ class Run:
 
     def finish(self, seconds: float) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder and the summary, and shows it."""
-        loaded = self.parts.loaded
-        export_model(loaded.policy, loaded.tokenizer, loaded.folder, self.folder.path / "export")
         summary = {
             **self.evaluations,
             "steps": self.config.train.steps,
@@ -206,6 +204,7 @@ class Run:
             "platform": self.parts.platform.name,
             "versions": versions(),
         }
+        export_end(self.parts.loaded, self.config, self.folder.path, summary)
         self.folder.summary(summary)
         self.console.summary(self.evaluations, self.folder.path)
         return summary
