@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from npu_vlrl.config import ConfigError
 from npu_vlrl.report.view.records import COLUMNS, PAGE, RunRecords
+from tests.support.learning import tiny_folder
 from tests.support.scripted import END, tokenizer
 from tests.support.viewed import DRAW, SEEN, as_of_old, change_records, copied, failed, record_group, run_folder
 
@@ -142,3 +145,12 @@ def test_without_tokenizer_or_pictures(run: Path, tmp_path: Path) -> None:
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no trajectories\.jsonl; name the folder of a run whose run\.record"):
         RunRecords(tmp_path)
+
+
+def test_what_a_comparison_lacks_is_looked_for_in_the_run_that_it_comes_from(run: Path, tmp_path: Path) -> None:
+    folder = copied(run, tmp_path / "compared")
+    shutil.copytree(tiny_folder(), tmp_path / "evaluated" / "model" / "tiny")
+    settings = {"model": {"path": "tiny:qwen2_5_vl"}, "run": {"dir": str(tmp_path / "evaluated")}}
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    records = RunRecords(folder)
+    assert records.notes == [] and records.page(0)["records"][0]["turns"][0]["pieces"]

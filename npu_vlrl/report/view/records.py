@@ -157,10 +157,12 @@ class RunRecords:
         return str((self._config.get("model") or {}).get("path", ""))
 
     def _model_folders(self) -> list[Path]:
-        """Where tokenizer and image processor may be, best first."""
-        made = sorted((self.folder / "model").glob("*/"))
-        own = [self.folder / "export", self.folder / "warm_start", self.folder / "model", *made]
-        return own + ([Path(self.model)] if self.model else [])
+        """Where tokenizer and image processor may be, best first; a comparison names the run that it comes from."""
+        origin = (self._config.get("run") or {}).get("dir")
+        found: list[Path] = []
+        for folder in (self.folder, *([Path(origin)] if origin else [])):
+            found += [folder / "export", folder / "warm_start", *sorted((folder / "model").glob("*/"))]
+        return found + ([Path(self.model)] if self.model else [])
 
     def _patch_size(self) -> int | None:
         for folder in self._model_folders():

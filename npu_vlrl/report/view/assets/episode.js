@@ -202,6 +202,7 @@ function together(rows, founds, chosen, choose) {
         "button",
         { type: "button", class: "member", "aria-current": row === chosen && "true", on: { click: () => choose(row) } },
         el("b", {}, row.label ?? `member ${row.member}`),
+        row.label && el("span", { class: "dim" }, `#${row.member}`),
         el("span", { class: row.solved ? "good" : "bad" }, words(row.status)),
         el("span", { class: "num" }, signed(row.reward)),
       ),
