@@ -1,0 +1,229 @@
+"""Every command and snippet of the documents runs, but for those that say why they cannot run here."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import runpy
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import yaml
+
+from npu_vlrl.cli import _parse
+from npu_vlrl.config import Config, load_config
+from npu_vlrl.workflow.environments import game_environments
+from tests.docs.markdown import DOCUMENTS, ROOT, Block, all_blocks, blocks, commands
+from tests.support.program import program
+
+BLOCKS = all_blocks()
+NOT_RUN = {
+    "README.md": 2,
+    "docs/ascend.md": 4,
+    "docs/asynchronous.md": 1,
+    "docs/learners.md": 1,
+    "docs/quickstart-results.md": 1,
+    "docs/ray.md": 2,
+    "docs/vllm.md": 2,
+}
+"""Blocks that say that they are not run. Whoever adds one counts it here, and gives its reason in the document."""
+
+FILES = {"FILE", "my.yaml"}
+"""Names in the documents of a configuration that a reader has."""
+SCRIPTS = ("launch/test.sh", "launch/install_npu.sh", "launch/check_requirements.sh", ".ci/run")
+OTHERS = {"python", "python3.11", "pip", "export", "ray", "grep", "source", "for", "done", "do", "git"}
+"""What else a block may start. Only `python FILE` is run."""
+SMALL = (
+    *("train.steps=1", "rollout.groups=2", "rollout.group_size=2", "evaluation.tasks=2"),
+    *("workflow.turn_tokens=4", "workflow.max_turns=1", "run.show_every=0"),
+)
+
+
+def of(language: str, document: str | None = None) -> list[Block]:
+    return [b for b in BLOCKS if b.language == language and document in (None, b.document)]
+
+
+def ours(words: list[str]) -> list[str] | None:
+    """The words for `npu-vlrl` in a command, however it is started; None where another program is."""
+    if words[0] == "npu-vlrl":
+        return words[1:]
+    if "npu_vlrl" in words:
+        return words[words.index("npu_vlrl") + 1 :]
+    if words[0] == "bash" and re.fullmatch(r"launch/train_(cpu|gpu|npu)\.sh", words[1]):
+        return ["train", "--config", "configs/photo_tiny.yaml", *words[2:]]
+    return None
+
+
+def files_of(document: str) -> dict[str, str]:
+    """Files that a document has its reader write: blocks whose first line is `# NAME.py`, or `# NAME.yaml: …`."""
+    named = [b for b in (*of("python", document), *of("yaml", document)) if re.match(r"# [\w.]+\.(py|yaml)\b", b.text)]
+    return {re.match(r"# ([\w.]+\.(?:py|yaml))", b.text)[1]: b.text for b in named}  # type: ignore[index]
+
+
+def game_of_environments() -> dict[str, str]:
+    """The tutorial sends its reader to this file of another document."""
+    return {"my_game.py": files_of("docs/environments.md")["my_game.py"]}
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: f.name)
+def test_blocks_say_what_language_they_are_in(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    found = list(blocks(text, file.name))
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(found), (
+        "a fence does not end, or not where it began"
+    )
+    assert {block.language for block in found} <= {"bash", "python", "yaml", "text"}
+
+
+def test_what_is_not_run_is_counted() -> None:
+    counted = Counter(block.document for block in BLOCKS if block.reason)
+    assert dict(counted) == NOT_RUN
+    assert text_markers() == sum(NOT_RUN.values()), "a marker stands on the line before its block"
+
+
+def text_markers() -> int:
+    return sum(file.read_text(encoding="utf-8").count("<!-- not run:") for file in DOCUMENTS)
+
+
+@pytest.mark.parametrize("block", of("bash"), ids=lambda b: b.name)
+def test_commands_are_words_of_the_program(block: Block, tmp_path: Path) -> None:
+    """Also those that are not run: their options and keys are real."""
+    written = files_of(block.document)
+    for words in commands(block.text):
+        mine = ours([word for word in words if not word.startswith("$")])
+        if mine is None:
+            assert words[0].split("/")[-1] in OTHERS or (words[0] == "bash" and words[1] in SCRIPTS), words
+        else:
+            options = _parse(mine)
+            if getattr(options, "config", None):
+                load_config(resolve(options.config, written, tmp_path), getattr(options, "overrides", ()))
+
+
+def resolve(name: str, written: dict[str, str], folder: Path) -> Path:
+    """Where a configuration is that a command names."""
+    if name in written:
+        (folder / name).write_text(written[name], encoding="utf-8")
+        return folder / name
+    return ROOT / ("configs/geo3k_tiny.yaml" if name in FILES else name)
+
+
+def test_a_wrong_command_and_a_wrong_key_are_noticed(tmp_path: Path) -> None:
+    for wrong in ("npu-vlrl trian --config FILE", "npu-vlrl train --config FILE train.stepz=1", "rm -r runs"):
+        block = next(iter(blocks(f"```bash\n{wrong}\n```\n", "x.md")))
+        with pytest.raises((SystemExit, ValueError, AssertionError)):
+            test_commands_are_words_of_the_program(block, tmp_path)
+
+
+def test_a_skipped_block_is_noticed() -> None:
+    hidden, shown = blocks("<!-- not run: no -->\n```bash\nls\n```\n\n```bash\nls\n```\n", "x.md")
+    assert (hidden.reason, shown.reason) == ("no", None)
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=lambda b: b.name)
+def test_fragments_are_configurations(block: Block) -> None:
+    given = yaml.safe_load(block.text)
+    game = given.get("environment", {}).get("name", "visual_qa")
+    source = {"generator": "arrow" if game == "visual_qa" else "episodes"}
+    config = Config.model_validate({"model": {"path": "tiny:qwen2_5_vl"}, "data": {"train": source}} | given)
+    if game in ("sokoban", "frozenlake"):
+        game_environments(config.environment)()
+
+
+@pytest.mark.parametrize("block", of("python"), ids=lambda b: b.name)
+def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command of the document starts with arguments is run there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "figures").mkdir()
+    PIL.Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "figures" / "1.png")
+    if "sys.argv" not in block.text:
+        (tmp_path / "snippet.py").write_text(block.text, encoding="utf-8")
+        runpy.run_path("snippet.py")
+
+
+class Reader:
+    """Somebody who does what a document says, in a folder like a checkout."""
+
+    def __init__(self, document: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.document, self.folder, self.patch = document, folder, monkeypatch
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("HOME", str(folder))
+        monkeypatch.setenv("NPU_VLRL_PLATFORM", "cpu")
+        for name in ("configs", "examples", "npu_vlrl"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "Pictures").symlink_to(ROOT / "npu_vlrl" / "data" / "assets" / "photos")
+        for name, text in (game_of_environments() | files_of(document)).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        self.played: list[str] = []
+        text = (ROOT / document).read_text(encoding="utf-8")
+        self.dialogues = [b.text for b in blocks(text, document) if b.language == "text" and "\n> " in f"\n{b.text}"]
+
+    def does(self, words: list[str]) -> None:
+        mine = ours(words)
+        if words[0] == "python":
+            self.patch.setattr("sys.argv", words[1:])
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                runpy.run_path(words[1], run_name="__main__")
+            assert said.getvalue() or "my_data" in words[1]
+        else:
+            assert mine is not None, f"{self.document}: {words} is not run; say why with <!-- not run: … -->"
+            self._starts([os.path.expanduser(word) for word in mine], script=words[0] == "bash")
+
+    def _starts(self, words: list[str], script: bool) -> None:
+        if script and not Path("runs/data/geo3k").exists():  # as the launch scripts do
+            assert program("data", "geo3k", "--out", "runs/data/geo3k").code == 0
+        options = _parse(words)
+        if words[0] == "play":
+            self._plays(words)
+            return
+        if words[0] in ("train", "eval"):
+            words += self._small(options)
+        done = program(*words)
+        assert done.code == 0, (words, done.err)
+
+    def _small(self, options: argparse.Namespace) -> list[str]:
+        """Makes a training one of seconds, in a folder of its own unless it has one."""
+        config = load_config(options.config, options.overrides)
+        warm = ["warm_start.steps=1", "warm_start.batch=2"] if config.warm_start.steps else []
+        own = [] if options.run_dir else [f"run.dir=runs/{len(list(Path().glob('runs/*')))}"]
+        return [*SMALL, *warm, *own]
+
+    def _plays(self, words: list[str]) -> None:
+        """Types what the document shows, and compares what it shows with what comes."""
+        shown = self.dialogues.pop(0) if self.dialogues else "> /quit\n"
+        typed = re.findall(r"^> (.*)$", shown, re.MULTILINE)
+        self.patch.setattr("sys.stdin", io.StringIO("\n".join(typed) + "\n"))
+        done = program(*words)
+        assert done.code == 0, (words, done.err)
+        assert shown in done.out, f"{self.document} shows\n{shown}\nand this came\n{done.out}"
+
+
+RUNNABLE = list(dict.fromkeys(block.document for block in of("bash") if not block.reason))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("document", RUNNABLE)
+def test_a_reader_can_do_what_a_document_says(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(document, tmp_path, monkeypatch)
+    if document == "README.md":
+        (tmp_path / "figures").mkdir()
+        PIL.Image.fromarray(np.zeros((56, 56, 3), np.uint8)).save(tmp_path / "figures" / "1.png")
+        runpy.run_path("my_data.py")
+        shutil.copy("my_train.parquet", "my_test.parquet")
+    for block in of("bash", document):
+        for words in () if block.reason else commands(block.text):
+            reader.does(words)
+    assert reader.dialogues == [], "the document shows a dialogue of a command that it does not name"
+
+
+def test_a_dialogue_that_is_not_true_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader("docs/play.md", tmp_path, monkeypatch)
+    reader.dialogues = ["> /quit\nend: quit, turns 7\n"]
+    with pytest.raises(AssertionError, match="turns 7"):
+        reader.does(["npu-vlrl", "play", "--environment", "frozenlake"])
