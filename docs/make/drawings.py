@@ -251,7 +251,7 @@ def staleness() -> Canvas:
     c.path("arrow", "M590 66 C 640 66 640 120 650 134")
     notes = [
         "Step 5 trains on it: its staleness is 5 - 3 = 2 updates, so train.staleness must be at least 2. Each token",
-        "keeps the version that made it, and its log-probability under that version. New weights come between two tokens.",
+        "keeps the version that made it and its log-probability under it. New weights come between two tokens.",
     ]
     for index, note in enumerate(notes):
         c.text("note", 20, 222 + 19 * index, note)
