@@ -44,12 +44,13 @@ def all_blocks() -> list[Block]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The commands of a bash block as words, without comments and assignments in front of them."""
+    """The commands of a bash block as words, without comments, redirections, and assignments in front of them."""
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r" && | \| ", line):
             words = shlex.split(part, comments=True)
             while words and re.match(r"[A-Za-z_]\w*=", words[0]):
                 del words[0]
+            words = words[: words.index(">")] if ">" in words else words
             if words:
                 yield words
 

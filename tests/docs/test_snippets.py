@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import os
 import re
@@ -18,6 +17,7 @@ import pytest
 import yaml
 
 from npu_vlrl.cli import _parse
+from npu_vlrl.commands.options import load
 from npu_vlrl.config import Config, load_config
 from npu_vlrl.workflow.environments import game_environments
 from tests.docs.markdown import DOCUMENTS, ROOT, Block, all_blocks, blocks, commands
@@ -36,10 +36,12 @@ NOT_RUN = {
 }
 """Blocks that say that they are not run. Whoever adds one counts it here, and gives its reason in the document."""
 
-FILES = {"FILE", "my.yaml"}
-"""Names in the documents of a configuration that a reader has."""
+HAS = {"FILE": "configs/geo3k_tiny.yaml", "my.yaml": "configs/geo3k_tiny.yaml"}
+"""What a reader has already, where the documents name it, and what stands for it here. A run is at RUNS, its model at
+MODEL."""
+RUNS, MODEL = ("RUN", "runs/mine"), "MODEL"
 SCRIPTS = ("launch/test.sh", "launch/install_npu.sh", "launch/check_requirements.sh", ".ci/run")
-OTHERS = {"python", "python3.11", "pip", "export", "ray", "grep", "source", "for", "done", "do", "git"}
+OTHERS = {"python", "python3.11", "pip", "export", "ray", "grep", "eval"}
 """What else a block may start. Only `python FILE` is run."""
 SMALL = (
     *("train.steps=1", "rollout.groups=2", "rollout.group_size=2", "evaluation.tasks=2"),
@@ -58,7 +60,8 @@ def ours(words: list[str]) -> list[str] | None:
     if "npu_vlrl" in words:
         return words[words.index("npu_vlrl") + 1 :]
     if words[0] == "bash" and re.fullmatch(r"launch/train_(cpu|gpu|npu)\.sh", words[1]):
-        return ["train", "--config", "configs/photo_tiny.yaml", *words[2:]]
+        config = [] if "--config" in words else ["--config", "configs/photo_tiny.yaml"]
+        return ["train", *config, *words[2:]]
     return None
 
 
@@ -66,11 +69,6 @@ def files_of(document: str) -> dict[str, str]:
     """Files that a document has its reader write: blocks whose first line is `# NAME.py`, or `# NAME.yaml: …`."""
     named = [b for b in (*of("python", document), *of("yaml", document)) if re.match(r"# [\w.]+\.(py|yaml)\b", b.text)]
     return {re.match(r"# ([\w.]+\.(?:py|yaml))", b.text)[1]: b.text for b in named}  # type: ignore[index]
-
-
-def game_of_environments() -> dict[str, str]:
-    """The tutorial sends its reader to this file of another document."""
-    return {"my_game.py": files_of("docs/environments.md")["my_game.py"]}
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: f.name)
@@ -94,33 +92,50 @@ def markers() -> int:
     return sum(len(re.findall(r"^ *<!-- not run:", text, re.MULTILINE)) for text in texts)
 
 
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory like a checkout, of somebody with photographs at home."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NPU_VLRL_PLATFORM", "cpu")
+    for name in ("configs", "examples", "npu_vlrl"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name, target in HAS.items():
+        (tmp_path / name).symlink_to(ROOT / target)
+    (tmp_path / "Pictures").symlink_to(ROOT / "npu_vlrl" / "data" / "assets" / "photos")
+    return tmp_path
+
+
+def write_files(document: str) -> None:
+    """What a document has its reader write; the game of another one is what the tutorial asks for."""
+    for name, text in ({"my_game.py": files_of("docs/environments.md")["my_game.py"]} | files_of(document)).items():
+        Path(name).write_text(text, encoding="utf-8")
+
+
 @pytest.mark.parametrize("block", of("bash"), ids=lambda b: b.name)
-def test_commands_are_words_of_the_program(block: Block, tmp_path: Path) -> None:
+def test_commands_are_words_of_the_program(block: Block, checkout: Path) -> None:
     """Also those that are not run: their options and keys are real."""
-    written = files_of(block.document)
+    write_files(block.document)
     for words in commands(block.text):
         mine = ours([word for word in words if not word.startswith("$")])
         if mine is None:
             assert words[0].split("/")[-1] in OTHERS or (words[0] == "bash" and words[1] in SCRIPTS), words
         else:
-            options = _parse(mine)
-            if getattr(options, "config", None):
-                load_config(resolve(options.config, written, tmp_path), getattr(options, "overrides", ()))
+            configured(_parse(mine))
 
 
-def resolve(name: str, written: dict[str, str], folder: Path) -> Path:
-    """Where a configuration is that a command names."""
-    if name in written:
-        (folder / name).write_text(written[name], encoding="utf-8")
-        return folder / name
-    return ROOT / ("configs/geo3k_tiny.yaml" if name in FILES else name)
+def configured(options: argparse.Namespace) -> Config | None:
+    """The configuration that a command names, checked; None where it names none."""
+    if not getattr(options, "config", None):
+        return None
+    return load(options) if hasattr(options, "run_dir") else load_config(options.config, options.overrides)
 
 
-def test_a_wrong_command_and_a_wrong_key_are_noticed(tmp_path: Path) -> None:
+def test_a_wrong_command_and_a_wrong_key_are_noticed(checkout: Path) -> None:
     for wrong in ("npu-vlrl trian --config FILE", "npu-vlrl train --config FILE train.stepz=1", "rm -r runs"):
         block = next(iter(blocks(f"```bash\n{wrong}\n```\n", "x.md")))
         with pytest.raises((SystemExit, ValueError, AssertionError)):
-            test_commands_are_words_of_the_program(block, tmp_path)
+            test_commands_are_words_of_the_program(block, checkout)
 
 
 def test_a_skipped_block_is_noticed() -> None:
@@ -138,60 +153,73 @@ def test_fragments_are_configurations(block: Block) -> None:
         game_environments(config.environment)()
 
 
-@pytest.mark.parametrize("block", of("python"), ids=lambda b: b.name)
-def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command of the document starts with arguments is run there."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "figures").mkdir()
-    PIL.Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "figures" / "1.png")
-    if "sys.argv" not in block.text:
-        (tmp_path / "snippet.py").write_text(block.text, encoding="utf-8")
-        runpy.run_path("snippet.py")
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one step."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_VLRL_PLATFORM", "cpu")
+        words = [
+            "train",
+            "--config",
+            ROOT / "configs/arrow_tiny.yaml",
+            "--run-dir",
+            folder,
+            *SMALL,
+            "warm_start.steps=0",
+        ]
+        assert program(*words).code == 0
+    return folder
 
 
 class Reader:
-    """Somebody who does what a document says, in a folder like a checkout."""
+    """Somebody who does what a document says."""
 
-    def __init__(self, document: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.document, self.folder, self.patch = document, folder, monkeypatch
-        monkeypatch.chdir(folder)
-        monkeypatch.setenv("HOME", str(folder))
-        monkeypatch.setenv("NPU_VLRL_PLATFORM", "cpu")
-        for name in ("configs", "examples", "npu_vlrl"):
-            (folder / name).symlink_to(ROOT / name)
-        (folder / "Pictures").symlink_to(ROOT / "npu_vlrl" / "data" / "assets" / "photos")
-        for name, text in (game_of_environments() | files_of(document)).items():
-            (folder / name).write_text(text, encoding="utf-8")
-        self.played: list[str] = []
-        text = (ROOT / document).read_text(encoding="utf-8")
-        self.dialogues = [b.text for b in blocks(text, document) if b.language == "text" and "\n> " in f"\n{b.text}"]
+    def __init__(self, document: str, patch: pytest.MonkeyPatch) -> None:
+        self.document, self.patch = document, patch
+        write_files(document)
+        self.dialogues = [b.text for b in of("text", document) if "\n> " in f"\n{b.text}"]
+        self.started: set[str] = set()
+
+    def reads(self, block: Block) -> None:
+        if block.reason is None and block.language == "bash":
+            for words in commands(block.text):
+                self.does(words)
+        elif block.reason is None and block.language == "python" and not block.text.startswith("# "):
+            Path("snippet.py").write_text(block.text, encoding="utf-8")
+            runpy.run_path("snippet.py")
 
     def does(self, words: list[str]) -> None:
         mine = ours(words)
-        if words[0] == "python":
+        if words[0] == "python" and mine is None:
             self.patch.setattr("sys.argv", words[1:])
-            with contextlib.redirect_stdout(io.StringIO()) as said:
-                runpy.run_path(words[1], run_name="__main__")
-            assert said.getvalue() or "my_data" in words[1]
+            self.started.add(words[1])
+            runpy.run_path(words[1], run_name="__main__")
         else:
             assert mine is not None, f"{self.document}: {words} is not run; say why with <!-- not run: … -->"
             self._starts([os.path.expanduser(word) for word in mine], script=words[0] == "bash")
 
+    def imports_the_rest(self) -> None:
+        """Files that no command starts; they are rewards, tools, games."""
+        for name in files_of(self.document):
+            if name.endswith(".py") and name not in self.started:
+                runpy.run_path(name)
+
     def _starts(self, words: list[str], script: bool) -> None:
         if script and not Path("runs/data/geo3k").exists():  # as the launch scripts do
             assert program("data", "geo3k", "--out", "runs/data/geo3k").code == 0
-        options = _parse(words)
         if words[0] == "play":
             self._plays(words)
             return
-        if words[0] in ("train", "eval"):
-            words += self._small(options)
-        done = program(*words)
+        small = self._small(_parse(words)) if words[0] in ("train", "eval") else []
+        done = program(*words, *small)
         assert done.code == 0, (words, done.err)
 
     def _small(self, options: argparse.Namespace) -> list[str]:
         """Makes a training one of seconds, in a folder of its own unless it has one."""
-        config = load_config(options.config, options.overrides)
+        config = configured(options)
+        if config is None:
+            return []
         warm = ["warm_start.steps=1", "warm_start.batch=2"] if config.warm_start.steps else []
         own = [] if options.run_dir else [f"run.dir=runs/{len(list(Path().glob('runs/*')))}"]
         return [*SMALL, *warm, *own]
@@ -206,26 +234,38 @@ class Reader:
         assert shown in done.out, f"{self.document} shows\n{shown}\nand this came\n{done.out}"
 
 
-RUNNABLE = list(dict.fromkeys(block.document for block in of("bash") if not block.reason))
+RUNNABLE = list(dict.fromkeys(b.document for b in (*of("bash"), *of("python")) if not b.reason))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("document", RUNNABLE)
-def test_a_reader_can_do_what_a_document_says(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = Reader(document, tmp_path, monkeypatch)
+def test_a_reader_can_do_what_a_document_says(
+    document: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, finished_run: Path
+) -> None:
+    reader = Reader(document, monkeypatch)
+    for name in RUNS:
+        shutil.copytree(finished_run, checkout / name)
+    (checkout / MODEL).symlink_to(finished_run / "export")
     if document == "docs/data.md":
-        (tmp_path / "figures").mkdir()
-        PIL.Image.fromarray(np.zeros((56, 56, 3), np.uint8)).save(tmp_path / "figures" / "1.png")
-        runpy.run_path("my_data.py")
+        Path("figures").mkdir()
+        PIL.Image.fromarray(np.zeros((56, 56, 3), np.uint8)).save("figures/1.png")
+        reader.does(["python", "my_data.py"])
         shutil.copy("my_train.parquet", "my_test.parquet")
-    for block in of("bash", document):
-        for words in () if block.reason else commands(block.text):
-            reader.does(words)
+        assert program("data", "geo3k", "--out", "runs/data/geo3k").code == 0
+    for block in BLOCKS:
+        if block.document == document:
+            reader.reads(block)
+    reader.imports_the_rest()
     assert reader.dialogues == [], "the document shows a dialogue of a command that it does not name"
 
 
-def test_a_dialogue_that_is_not_true_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = Reader("docs/play.md", tmp_path, monkeypatch)
+def test_a_dialogue_that_is_not_true_is_noticed(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader("docs/play.md", monkeypatch)
     reader.dialogues = ["> /quit\nend: quit, turns 7\n"]
     with pytest.raises(AssertionError, match="turns 7"):
         reader.does(["npu-vlrl", "play", "--environment", "frozenlake"])
+
+
+def test_a_command_that_nobody_runs_is_noticed(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="is not run; say why"):
+        Reader("docs/play.md", monkeypatch).does(["bash", "launch/test.sh"])
