@@ -16,7 +16,7 @@ from tests.docs.markdown import DOCUMENTS, ROOT
 PACKAGE = Path(npu_vlrl.__file__).parent
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 KEYS = {key for key, _ in sections()}
-FILES = {"py", "md", "yaml", "jsonl", "parquet"}
+FILES = {"py", "md", "yaml", "jsonl", "json", "parquet", "png"}
 
 
 def texts() -> Iterator[str]:
