@@ -40,7 +40,11 @@ NOT_RUN = {
 HAS = {"FILE": "configs/geo3k_tiny.yaml", "my.yaml": "configs/geo3k_tiny.yaml"}
 """What a reader has already, where the documents name it, and what stands for it here. A run is at RUNS, its model at
 MODEL."""
-RUNS, MODEL = ("RUN", "runs/mine"), "MODEL"
+RUNS = (
+    *("RUN", "runs/mine", "runs/arrow_tiny", "runs/photo_tiny"),
+    *("runs/lr3/seed0", "runs/lr3/seed1", "runs/lr4/seed0"),
+)
+MODEL = "MODEL"
 SCRIPTS = ("launch/test.sh", "launch/install_npu.sh", "launch/check_requirements.sh", ".ci/run")
 OTHERS = {"python", "python3.11", "pip", "export", "ray", "grep", "eval", "lmms-eval"}
 """What else a block may start. Only `python FILE` is run."""
