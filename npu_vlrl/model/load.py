@@ -93,16 +93,22 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
                 position_scale=POSITION_SCALES.get(model.config.model_type),
                 **{k: v for k, v in limits.items() if v is not None},
             )
-    if config.freeze_vision and is_vision_model:
+    model = arranged(model, config)
+    merge = processor.merge_size if processor is not None else 2
+    with _explained("model.path"):
+        special = special_tokens(tokenizer, with_images=is_vision_model, owner=str(folder))
+    return LoadedModel(Policy(model, special, len(tokenizer), merge), tokenizer, processor, folder)
+
+
+def arranged(model: Any, config: ModelConfig) -> Any:
+    """The model with what is frozen, added and recomputed in it as configured."""
+    if config.freeze_vision and model.config.model_type in VISION_MODELS:
         model.model.visual.requires_grad_(False)
     if config.lora is not None:
         model = _add_adapter(model, config.lora)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    merge = processor.merge_size if processor is not None else 2
-    with _explained("model.path"):
-        special = special_tokens(tokenizer, with_images=is_vision_model, owner=str(folder))
-    return LoadedModel(Policy(model, special, len(tokenizer), merge), tokenizer, processor, folder)
+    return model
 
 
 def load_processor(config: ModelConfig, folder: Path) -> ImageProcessor | None:
@@ -139,10 +145,12 @@ def load_weights(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def outline(folder: Path, dtype: torch.dtype) -> Any:
-    """The transformers model of a folder without its weights, on the device `meta`. Raises ConfigError."""
+def outline(folder: Path, dtype: torch.dtype, device: str | torch.device = "meta") -> Any:
+    """The transformers model of a folder without its weights, on the device `meta`; with random ones on another. Raises
+    ConfigError.
+    """
     settings, family = _family(folder)
-    with torch.device("meta"):
+    with torch.device(device):
         return family.from_config(settings, dtype=dtype)
 
 
