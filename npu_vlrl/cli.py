@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from npu_vlrl import __version__
-from npu_vlrl.commands import data, doctor, evaluate, play, train
+from npu_vlrl.commands import data, doctor, estimate, evaluate, play, train
 from npu_vlrl.config import ConfigError
 from npu_vlrl.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 
-COMMANDS = (train, evaluate, play, doctor, data)
+COMMANDS = (train, evaluate, play, doctor, data, estimate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

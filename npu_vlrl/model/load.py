@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,10 +105,12 @@ def arranged(model: Any, config: ModelConfig) -> Any:
     """The model with what is frozen, added and recomputed in it as configured."""
     if config.freeze_vision and model.config.model_type in VISION_MODELS:
         model.model.visual.requires_grad_(False)
-    if config.lora is not None:
-        model = _add_adapter(model, config.lora)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer transformers call it activation checkpointing
+        if config.lora is not None:
+            model = _add_adapter(model, config.lora)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 

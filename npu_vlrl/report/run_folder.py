@@ -165,7 +165,7 @@ def _segment_record(segment: Segment) -> dict[str, Any]:
         record["images"] = [{"hash": i.image.hash, "grid": i.grid} for i in segment.images]
     if segment.stop_reason is not None:
         record |= {
-            "logprobs": [round(value, 6) for value in segment.logprobs],
+            "logprobs": [float(f"{value:.9g}") for value in segment.logprobs],  # float32, exactly
             "weight_versions": segment.weight_versions,
             "stop_reason": segment.stop_reason.value,
             "reward": segment.reward,
