@@ -12,7 +12,9 @@ from npu_vlrl.exit_codes import DONE, FAILED
 def add(commands: Commands) -> None:
     command = commands.add_parser("estimate", help="memory and time of a run, before it is started")
     add_config(command)
-    command.add_argument("--device", metavar="NAME", help="e.g. 910B2, 910C, A100-80GB, H200; without it, this machine's")
+    command.add_argument(
+        "--device", metavar="NAME", help="e.g. 910B2, 910C, A100-80GB, H200; without it, this machine's"
+    )
     command.add_argument("--devices", type=int, metavar="N", help="how many, each with a process; default 1")
     command.add_argument("--picture", default="640x480", metavar="WxH", help="size of pictures in pixels")
     command.add_argument("--turns", type=int, metavar="N", help="of an episode; default workflow.max_turns")
@@ -21,7 +23,7 @@ def add(commands: Commands) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from npu_vlrl.estimate.report import check_device, estimate, lines
+    from npu_vlrl.estimate.report import estimate, lines, named_device
 
     config = load(options)
     processes = options.devices or config.ray.processes or 1
@@ -29,7 +31,7 @@ def _estimate(options: argparse.Namespace) -> int:
         if (number := getattr(options, name)) is not None and number < 1:
             raise ConfigError(f"--{name} must be at least 1, got {number}")
     found = estimate(
-        config, check_device(options.device), processes, _size(options.picture), options.turns, options.sampled
+        config, named_device(options.device), processes, _size(options.picture), options.turns, options.sampled
     )
     print("\n".join(lines(found, processes)))
     return FAILED if found.fits is False else DONE

@@ -169,8 +169,11 @@ class MemoryModel:
         base = self.base() | dict(resident or {})
         fullest = Moment("before the update", base)
         for number, one in enumerate(passes):
+            if number > 1 and one is passes[number - 1]:
+                continue
             parts = self._parts(one)
-            complete = sum(part.gradient for part in parts) if number else 0.0
+            # a critic of its own comes after the policy's backward pass
+            complete = sum(part.gradient for part in parts) if number or self.plan.separate_critic else 0.0
             fresh = 0.0
             for index in reversed(range(len(parts))):
                 part = parts[index]
@@ -220,7 +223,7 @@ class MemoryModel:
         Both norms keep their input and give theirs to products, which keep it where their weight is trained. Attention
         keeps rotated queries and keys, values, its output, and a float32 a head; norms of queries and keys keep what
         they were given. SwiGLU keeps both of its inputs, and the last product the result. Adapters are in float32, and
-        each keeps its input in that.
+        each keeps a copy of its input in that.
         """
         hidden, inner, (_, key_heads, width) = self._hidden, self._settings.intermediate_size, self.policy.kv_shape
         heads = self._settings.num_attention_heads
@@ -229,9 +232,11 @@ class MemoryModel:
         if hasattr(layer.self_attn, "q_norm"):
             elements += (heads + key_heads) * width
         adapters = [m for m in layer.modules() if hasattr(m, "lora_A")]
-        if not adapters:
+        copies = adapters if self._item < 4 else []  # what is in float32 already need not be copied
+        if not copies:
             elements += 2 * hidden + inner
-        adapted = sum(4 * (module.in_features + next(iter(module.r.values()))) for module in adapters)
+        adapted = 4 * sum(next(iter(module.r.values())) for module in adapters)
+        adapted += 4 * sum(module.in_features for module in copies)
         keys = 2 * key_heads * width * self._item
         return one.tokens * (elements * self._item + 4 * heads + adapted) + one.path * keys
 
@@ -258,8 +263,8 @@ class MemoryModel:
         return float(self._item * self._embedding.numel()) if waits else 0.0
 
     def _tower(self, patches: int) -> list[_Part]:
-        """A block keeps both norms' inputs and outputs, the product that queries, keys and values come from, the rotated
-        ones, attention's output, and what its own product needs.
+        """A block keeps both norms' inputs and outputs, the product that queries, keys and values come from, the
+        rotated ones, attention's output, and what its own products need.
         """
         tower, item = self.policy.vision, self._item
         width = tower.config.hidden_size

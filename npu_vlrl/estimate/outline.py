@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from npu_vlrl.config import ConfigError, ModelConfig
 from npu_vlrl.data.processor import ImageProcessor
-from npu_vlrl.model.load import DTYPES, arranged, load_processor, model_folder, outline
+from npu_vlrl.model.load import DTYPES, arranged, limited, load_processor, model_folder, outline
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import SpecialTokens
 
@@ -34,16 +35,23 @@ def outline_of(config: ModelConfig) -> Outline:
 
     Raises ConfigError for another one.
     """
+    whole = config.model_copy(update={"min_pixels": None, "max_pixels": None})
+    policy, processor = _outline(whole)
+    return Outline(policy, processor and limited(processor, config))
+
+
+@lru_cache(maxsize=16)
+def _outline(config: ModelConfig) -> tuple[Policy, ImageProcessor | None]:
+    """Sizes of pictures change no shape of a model, which takes a second to outline."""
     with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as scratch:
         folder = shapes_folder(config.path, Path(scratch))
         model = arranged(outline(folder, DTYPES[config.dtype]), config)
         processor = load_processor(config, folder)
     settings = model.config
-    image = getattr(settings, "image_token_id", None)
-    # which ids end a turn changes no shape
-    special = SpecialTokens(end_of_turn=(0,), image=image)
-    text = settings.get_text_config()
-    return Outline(Policy(model, special, text.vocab_size, processor.merge_size if processor else 2), processor)
+    # which ids end a turn changes no shape either
+    special = SpecialTokens(end_of_turn=(0,), image=getattr(settings, "image_token_id", None))
+    merge = processor.merge_size if processor else 2
+    return Policy(model, special, settings.get_text_config().vocab_size, merge), processor
 
 
 def shapes_folder(path: str, scratch: Path) -> Path:

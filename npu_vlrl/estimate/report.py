@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from npu_vlrl.config import Config, ConfigError
-from npu_vlrl.estimate.memory import LIBRARIES, MemoryModel, Moment
+from npu_vlrl.estimate.memory import LIBRARIES, MemoryModel, Moment, Pass, Rollout
 from npu_vlrl.estimate.outline import outline_of
 from npu_vlrl.estimate.timing import (
     DECODE_SHARE,
@@ -78,9 +78,12 @@ class Estimate:
 
 
 def named_device(name: str | None) -> Device:
-    """A published one, or this machine's first. Raises HardwareError."""
+    """A published one, or this machine's first. Raises ConfigError for an unknown name, and HardwareError."""
     if name is not None:
-        found, peak = published(name)
+        try:
+            found, peak = published(name)
+        except HardwareError as error:
+            raise ConfigError(f"--device: {error}") from error
         return Device(peak.called or found, peak, peak.memory)
     platform: Platform = select()
     memory = platform.memory()
@@ -95,8 +98,8 @@ def estimate(
     turns: int | None = None,
     sampled: int | None = None,
 ) -> Estimate:
-    """For a run of so many processes, each with a device of its own. `picture` is (width, height) in pixels; `turns` and
-    `sampled` tokens of a turn are the configured limits where they are None.
+    """For a run of so many processes, each with a device of its own. `picture` is (width, height) in pixels; `turns`
+    and `sampled` tokens of a turn are the configured limits where they are None.
 
     Raises ConfigError for what cannot be run.
     """
@@ -104,41 +107,54 @@ def estimate(
     learners = processes if number == "all" else number
     if number != "all" and number > 1 and number >= processes:
         raise ConfigError(f"train.learners={number} needs more processes than that; give --devices, or set it to all")
-    engines = processes - learners if processes > learners else learners
+    apart = processes > learners
+    engines = processes - learners if apart else learners
     outline = outline_of(config.model)
     episode = largest_episode(config, outline.processor, picture, turns, sampled)
-    play = played(config, episode, engines)
-    apart = processes > learners
+    play, work = played(config, episode, engines), passes(config, episode, learners)
     vllm = config.rollout.engine == "vllm"
     learning = MemoryModel(outline.policy, replace(plan_of(config, learners), vllm=vllm and not apart))
     sampling = MemoryModel(outline.policy, plan_of(config, 0)) if apart else learning
-    work = passes(config, episode, learners)
-    beside = {} if apart else learning.cache(play)
-    buckets = {"weights that travel": 2.0 * config.sync.bucket_mib * 2**20} if apart else {}
-    kept = learning.features(play) if outline.policy.vision_is_frozen else {}
-    update = learning.update(work, beside | buckets | kept)
-    if apart:
-        played_there = sampling.rollout(play)
-        engine = Moment(played_there.name, {**played_there.parts, **buckets})
-        roles = (Role("learner", (update,)), Role("engine", (engine,)))
-    else:
-        roles = (Role("process" if processes > 1 else "device", (update, learning.rollout(play))),)
     seconds: dict[str, float] = {}
     if device.peak is not None:
-        algorithm = resolve(config.algorithm)
-        scorings = bool(algorithm.kl_coef) + algorithm.needs_critic + (config.algorithm.correction != "off")
-        updates = config.algorithm.epochs
         groups = -(-config.rollout.groups // engines)
         seconds = {
             "reading": prefill_seconds(sampling, episode, groups, play.rows, device.peak),
             "sampling": decode_seconds(sampling, episode, play, device.peak),
-            "update": updates * update_seconds(learning, work, device.peak, scorings),
+            "update": config.algorithm.epochs * update_seconds(learning, work, device.peak, _scorings(config)),
             "new weights": sync_seconds(learning, apart),
         }
-    parameters = sum(p.numel() for p in outline.policy.model.parameters())
-    trained = sum(p.numel() for p in outline.policy.trainable().values())
-    episodes = config.rollout.groups * config.rollout.group_size
-    return Estimate(device, parameters, trained, episode, episodes, roles, seconds)
+    return Estimate(
+        device,
+        parameters=sum(p.numel() for p in outline.policy.model.parameters()),
+        trained=sum(p.numel() for p in outline.policy.trainable().values()),
+        episode=episode,
+        episodes=config.rollout.groups * config.rollout.group_size,
+        roles=_roles(config, learning, sampling, work, play),
+        seconds=seconds,
+    )
+
+
+def _roles(
+    config: Config, learning: MemoryModel, sampling: MemoryModel, work: Sequence[Pass], play: Rollout
+) -> tuple[Role, ...]:
+    """One where every process learns and samples; else two."""
+    kept = learning.features(play) if learning.policy.vision_is_frozen else {}
+    if sampling is learning:
+        return (Role("process", (learning.update(work, learning.cache(play) | kept), learning.rollout(play))),)
+    travelling = {"weights that travel": 2.0 * config.sync.bucket_mib * 2**20}
+    engine = sampling.rollout(play)
+    return (
+        Role("learner", (learning.update(work, kept | travelling),)),
+        Role("engine", (Moment(engine.name, {**engine.parts, **travelling}),)),
+    )
+
+
+def _scorings(config: Config) -> int:
+    """Passes over the samples before an update, without gradients: for the KL reference, a critic, a proximal policy."""
+    algorithm = resolve(config.algorithm)
+    anchored = algorithm.loss == "decoupled_ppo" or config.algorithm.correction != "off" or not algorithm.loss_mask
+    return bool(algorithm.kl_coef) + algorithm.needs_critic + anchored
 
 
 def lines(found: Estimate, processes: int) -> Iterator[str]:
@@ -195,11 +211,3 @@ def _verdict(found: Estimate) -> Iterator[str]:
         fullest = max(role.moments, key=lambda moment: moment.total)
         largest = sorted(fullest.parts, key=lambda name: -fullest.parts[name])
         yield from (f"  {name}: {REMEDIES[name]}" for name in [n for n in largest if n in REMEDIES][:3])
-
-
-def check_device(name: str | None) -> Device:
-    """As `named_device`, for a command line. Raises ConfigError."""
-    try:
-        return named_device(name)
-    except HardwareError as error:
-        raise ConfigError(f"--device: {error}") from error

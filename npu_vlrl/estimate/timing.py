@@ -5,6 +5,7 @@ All shares come from one kind of device (H200, benchmarks/README.md); nothing wa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from npu_vlrl.estimate.memory import MemoryModel, Pass, Rollout
@@ -29,21 +30,19 @@ def update_seconds(memory: MemoryModel, work: Sequence[Pass], peak: Peak, extra_
     policy = memory.policy
     flops = ModelFlops(policy)
     recomputed = 1 + extra_forwards if _recomputes(memory) else extra_forwards
+
+    def operations(one: Pass, train: bool) -> float:
+        # a frozen tower's features are kept from the rollout
+        tower = 0.0 if policy.vision_is_frozen else flops.tower(one.images, train)
+        return flops.layers(one.tokens, one.pairs, train) + flops.head(one.scored, train) + tower
+
+    alike = Counter(map(id, work))  # micro-batches of equal episodes are one object
     total = 0.0
-    for one in work:
-        forward, whole = (
-            flops.layers(one.tokens, one.pairs, train) + flops.head(one.scored, train) + _tower(memory, one, train)
-            for train in (False, True)
-        )
-        total += whole + recomputed * forward
+    for one in {id(one): one for one in work}.values():
+        total += alike[id(one)] * (operations(one, True) + recomputed * operations(one, False))
     trained = sum(p.numel() for p in policy.trainable().values())
     share = memory.plan.learners if memory.plan.shard else 1
     return total / (UPDATE_SHARE * peak.flops) + STEP_BYTES * trained / share / peak.bandwidth
-
-
-def _tower(memory: MemoryModel, one: Pass, train: bool) -> float:
-    """A frozen tower's features are kept from the rollout."""
-    return 0.0 if memory.policy.vision_is_frozen else ModelFlops(memory.policy).tower(one.images, train)
 
 
 def _recomputes(memory: MemoryModel) -> bool:

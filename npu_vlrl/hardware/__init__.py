@@ -47,7 +47,9 @@ def published(name: str) -> tuple[str, Peak]:
     found = exact or [device for device, called in names.items() if any(_plain(name) in one for one in called)]
     if len(found) != 1 or not _plain(name):
         listed = ", ".join(peak.called or device for device, peak in known.items())
-        raise HardwareError(f"{name!r} names {len(found) or 'no'} of the devices that are known; choose one of {listed}")
+        raise HardwareError(
+            f"{name!r} names {len(found) or 'no'} of the devices that are known; choose one of {listed}"
+        )
     return found[0], known[found[0]]
 
 

@@ -85,15 +85,8 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
         raise ConfigError(
             f"model.path: {folder} holds a vision-language model but no preprocessor_config.json; add its publisher's"
         )
-    processor = processor if is_vision_model else None
     if processor is not None:
-        limits: dict[str, Any] = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
-        with _explained("model.min_pixels and model.max_pixels, with those of the folder where one is not set"):
-            processor = dataclasses.replace(
-                processor,
-                position_scale=POSITION_SCALES.get(model.config.model_type),
-                **{k: v for k, v in limits.items() if v is not None},
-            )
+        processor = dataclasses.replace(processor, position_scale=POSITION_SCALES.get(model.config.model_type))
     model = arranged(model, config)
     merge = processor.merge_size if processor is not None else 2
     with _explained("model.path"):
@@ -118,9 +111,14 @@ def load_processor(config: ModelConfig, folder: Path) -> ImageProcessor | None:
     """A folder's image processor within the configured limits; None for a folder without one. Raises ConfigError."""
     with _explained(f"model.path: cannot read {folder}"):
         processor = ImageProcessor.from_folder(folder)
+    return processor and limited(processor, config)
+
+
+def limited(processor: ImageProcessor, config: ModelConfig) -> ImageProcessor:
+    """The processor within the configured limits. Raises ConfigError."""
     limits: dict[str, Any] = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
     with _explained("model.min_pixels and model.max_pixels, with those of the folder where one is not set"):
-        return processor and dataclasses.replace(processor, **{k: v for k, v in limits.items() if v is not None})
+        return dataclasses.replace(processor, **{k: v for k, v in limits.items() if v is not None})
 
 
 def replace_weights(policy: Policy, folder: Path) -> None:
