@@ -142,7 +142,8 @@ def play(case: Case, on: Platform, tiny: bool, repeats: int) -> dict[str, Any]:
         asyncio.run(rollout.play(engine, told, workload.new))
 
     row = setup.measure(case.name, work, on, model.policy, repeats)
-    lengths = rollout.context_lengths(told, workload.new)[:, -1] + workload.new
+    contexts = rollout.context_lengths(told, workload.new) + workload.new
+    lengths = contexts[:, -1]
     pictures = rollout.pictures_of(told)
     patches = [image.grid[1] * image.grid[2] for image in pictures]
     said = max(sum(len(script[turn]) for script in told) for turn in range(workload.turns))
@@ -153,6 +154,7 @@ def play(case: Case, on: Platform, tiny: bool, repeats: int) -> dict[str, Any]:
             rows=workload.episodes,
             room=-(-int(lengths.max()) // 128) * 128,
             kept=int(lengths.sum()),
+            kept_before=int(contexts[:, -2].sum()),
             prefill=together,
             patches=sum(patches) // workload.turns * together // said,
             image_tokens=sum(image.n_tokens for image in pictures),

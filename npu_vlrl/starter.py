@@ -92,7 +92,13 @@ TASKS: dict[str, Values] = {
 }
 
 _REAL: Values = {"model.dtype": "bfloat16", "model.freeze_vision": True, "model.gradient_checkpointing": True}
-_ONE: Values = {"model.lora.rank": 32, "model.lora.alpha": 64.0, "optim.lr": 1e-5, "optim.micro_batch_tokens": 8192}
+_ONE: Values = {
+    "model.lora.rank": 32,
+    "model.lora.alpha": 64.0,
+    "rollout.cache_mib": 8192,
+    "optim.lr": 1e-5,
+    "optim.micro_batch_tokens": 8192,
+}
 _SEVERAL: Values = {
     "train.learners": "all",
     "train.shard": True,
@@ -135,7 +141,7 @@ COMMENTS = {
     "reward.rule": "or path/to/file.py:function of your own",
     "rollout.groups": "tasks in a step",
     "rollout.group_size": "trajectories of each, which are compared with each other",
-    "rollout.cache_mib": "keys and values, and as much again between turns",
+    "rollout.cache_mib": "keys and values; between turns they are there up to twice more",
     "optim.micro_batch_tokens": "in one forward pass; fewer take less memory",
     "evaluation.every": "steps",
     "evaluation.tasks": "0 takes all of a file",
@@ -204,7 +210,7 @@ def _fitting(task: str, device: Device, devices: int, model: str | None) -> tupl
         fits = estimate(_config(chosen), device, devices, PICTURE).fits
         verdict = {True: "fits", False: "does not fit; see `npu-vlrl estimate`", None: "of unknown memory"}[fits]
         return chosen, f"{model} on {where}, which {verdict}"
-    smaller: Values = {"rollout.cache_mib": 4096}
+    smaller: Values = {"rollout.cache_mib": 2048}
     for name, caches in product(LARGEST_FIRST, ({}, smaller)):
         chosen = {"model.path": f"models/{name}"} | values | caches
         if estimate(_config(chosen), device, devices, PICTURE).fits:

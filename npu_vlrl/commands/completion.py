@@ -24,6 +24,8 @@ _npu_vlrl_keys() {
 }
 """Shell functions that complete overrides: keys, each with the sign that its value follows."""
 
+USES = {"bash": 'in .bashrc: eval "$(npu-vlrl completion bash)"', "zsh": "in a file _npu-vlrl of a folder in fpath"}
+
 BASH_END = """
 _npu_vlrl() {
   _shtab_npu_vlrl
@@ -38,9 +40,10 @@ PATHS = {"FILE": "FILE", "DIR": "DIRECTORY", "RUN": "DIRECTORY"}
 
 
 def add(commands: Commands) -> None:
-    command = commands.add_parser("completion", help="print what bash or zsh needs to complete words of this program")
-    command.add_argument("shell", choices=sorted(KEYS), help='for .bashrc: eval "$(npu-vlrl completion bash)"')
-    command.set_defaults(run=_completion)
+    command = commands.add_parser("completion", help="print what a shell needs to complete words of this program")
+    shells = command.add_subparsers(required=True, metavar="SHELL")
+    for shell, use in USES.items():
+        shells.add_parser(shell, help=use).set_defaults(run=_completion, shell=shell)
 
 
 def _completion(options: argparse.Namespace) -> None:

@@ -28,6 +28,8 @@ LIBRARIES = 1.0e9
 LOGIT_COPIES = 18
 """Bytes of each logit while tokens are drawn: the product in 16 bits, and four steps of float32."""
 
+KEPT = "keys and values between turns"
+
 GRADIENT_OF_LOGITS = 2**27
 """Bytes of the logits' gradient that exist at a time in the fused backward pass."""
 
@@ -60,7 +62,9 @@ class Rollout:
     room: int
     """Tokens that each of them has room for."""
     kept: int = 0
-    """Tokens whose keys and values are kept between turns, of all episodes together."""
+    """Tokens whose keys and values are kept when the last turn has ended, of all episodes together."""
+    kept_before: int = 0
+    """The same before that turn, which are there until it has ended."""
     prefill: int = 0
     """Tokens that are read together."""
     patches: int = 0
@@ -83,7 +87,9 @@ class Plan:
     feature_bytes: int = 0
     cache_bytes: int = 2**34
     vllm: bool = False
-    """The engine has weights of its own, in the learner's process."""
+    """The engine is vLLM: it takes all it may have for keys and values, and beside a learner has weights of its own."""
+    split: int = 1
+    """Devices that a process which only samples splits the model over."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +140,9 @@ class MemoryModel:
         plan, policy = self.plan, self.policy
         trained, tower = list(policy.trainable().values()), _parameters(policy.vision)
         everything = _bytes(policy.model.parameters())
-        parts = {"weights": everything}
         if not plan.learners:
-            return parts
+            return {"weights": everything / plan.split}
+        parts = {"weights": everything}
         if plan.shard:  # beside the whole policy, which engines read, its part of the one that learns
             frozen = [p for p in policy.model.parameters() if not p.requires_grad]
             shared = {id(p) for p in tower if not p.requires_grad}
@@ -241,12 +247,13 @@ class MemoryModel:
         return one.tokens * (elements * self._item + 4 * heads + adapted) + one.path * keys
 
     def _layer_backward(self, one: Pass) -> float:
-        """Gradients of a layer's activations: those of SwiGLU's inputs and output are the largest."""
-        inner = self._settings.intermediate_size
-        working = one.tokens * (3 * inner + 2 * self._hidden) * self._item
-        if self.policy.has_adapter:  # the sum of a product and its adapter's is in float32
-            working += 4 * one.tokens * 2 * inner
-        return working
+        """Gradients of a layer's activations. Those of SwiGLU's inputs and output are the largest; with an adapter in
+        float32, those of the last product's input: by the adapter, the same in 16 bits, and by the weight.
+        """
+        item = self._item
+        adapted = self.policy.has_adapter and item < 4
+        inner = (4 + 2 * item if adapted else 3 * item) * self._settings.intermediate_size
+        return one.tokens * (inner + 2 * self._hidden * item)
 
     def _head(self, one: Pass) -> _Part:
         """The last norm, and the scores of tokens, whose logits never exist at once."""
@@ -288,11 +295,11 @@ class MemoryModel:
     # --- a rollout ---
 
     def rollout(self, play: Rollout) -> Moment:
-        """The fullest moment of sampling: a prefill, with all that is kept."""
-        parts = self.base() | self.cache(play) | self.features(play)
-        kept = min(self.plan.cache_bytes, play.kept * self.kv_bytes)
-        if kept and not self.plan.vllm:
-            parts["keys and values between turns"] = kept
+        """The fullest moment of sampling: the last turn is read, or it has ended and its keys and values are kept."""
+        there = self.base() | self.cache(play) | self.features(play)
+        before, after = (min(self.plan.cache_bytes, n * self.kv_bytes) for n in (play.kept_before, play.kept))
+        if self.plan.vllm:  # keeps them among those that it has
+            before = after = 0
         hidden, inner = self._hidden, self._settings.intermediate_size
         reading = play.prefill * (3 * hidden + 3 * inner) * self._item
         seeing = 0.0
@@ -303,8 +310,11 @@ class MemoryModel:
                 (7 * settings.hidden_size + settings.intermediate_size) * self._item + pixels * (4 + self._item)
             )
         drawing = play.rows * self._settings.vocab_size * LOGIT_COPIES
-        parts["work of the engine"] = max(reading, seeing) + drawing
-        return Moment("rollout", parts)
+        moments = [
+            Moment("rollout", there | {KEPT: before, "work of the engine": max(reading, seeing) + drawing}),
+            Moment("rollout", there | {KEPT: before + after, "work of the engine": drawing}),
+        ]
+        return max(moments, key=lambda moment: moment.total)
 
     @property
     def kv_bytes(self) -> int:

@@ -114,7 +114,8 @@ def estimate(
     play, work = played(config, episode, engines), passes(config, episode, learners)
     vllm = config.rollout.engine == "vllm"
     learning = MemoryModel(outline.policy, replace(plan_of(config, learners), vllm=vllm and not apart))
-    sampling = MemoryModel(outline.policy, plan_of(config, 0)) if apart else learning
+    alone = replace(plan_of(config, 0), vllm=vllm, split=config.rollout.tensor_parallel)
+    sampling = MemoryModel(outline.policy, alone) if apart else learning
     seconds: dict[str, float] = {}
     if device.peak is not None:
         groups = -(-config.rollout.groups // engines)
@@ -144,14 +145,16 @@ def _roles(
         return (Role("process", (learning.update(work, learning.cache(play) | kept), learning.rollout(play))),)
     travelling = {"weights that travel": 2.0 * config.sync.bucket_mib * 2**20}
     engine = sampling.rollout(play)
+    # vLLM is handed a version as a whole
+    received = {"weights that travel": learning.base()["weights"]} if sampling.plan.vllm else travelling
     return (
         Role("learner", (learning.update(work, kept | travelling),)),
-        Role("engine", (Moment(engine.name, {**engine.parts, **travelling}),)),
+        Role("engine", (Moment(engine.name, {**engine.parts, **received}),)),
     )
 
 
 def _scorings(config: Config) -> int:
-    """Passes over the samples before an update, without gradients: for the KL reference, a critic, a proximal policy."""
+    """Passes without gradients before an update: for the KL reference, a critic, a proximal policy."""
     algorithm = resolve(config.algorithm)
     anchored = algorithm.loss == "decoupled_ppo" or config.algorithm.correction != "off" or not algorithm.loss_mask
     return bool(algorithm.kl_coef) + algorithm.needs_critic + anchored

@@ -111,7 +111,8 @@ def played(config: Config, episode: Episode, engines: int) -> Rollout:
     image_tokens = groups * (first.n_tokens if first else 0)
     image_tokens += rows * (episode.turns - 1) * (later.n_tokens if later else 0)
     room = -(-episode.tokens // 128) * 128
-    return Rollout(rows, room, rows * episode.tokens, max(openings, replies), patches, image_tokens)
+    before = rows * (episode.tokens - episode.sampled - episode.reply) if episode.turns > 1 else 0
+    return Rollout(rows, room, rows * episode.tokens, before, max(openings, replies), patches, image_tokens)
 
 
 def _patches(image: ImageInput | None) -> int:

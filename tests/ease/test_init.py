@@ -43,7 +43,7 @@ def test_the_largest_known_model_that_fits_is_taken(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(CpuPlatform, "memory", lambda self, index=0: Memory(size, size))
         return program("init", "--task", "sokoban", "--out", f"{gigabytes}.yaml", "--devices", "1")
 
-    for gigabytes, model, cache in ((64, "Qwen3-VL-8B", 16384), (24, "Qwen3-VL-4B", 4096)):
+    for gigabytes, model, cache in ((64, "Qwen3-VL-8B", 8192), (24, "Qwen3-VL-4B", 2048)):
         done = init(gigabytes)
         assert done.code == 0 and "the largest known model that fits" in done.out, done
         assert f"npu-vlrl train --config {gigabytes}.yaml" in done.out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,12 @@ def test_known_models_have_their_published_number_of_parameters(name: str, publi
 def test_a_rollout_counts_keys_and_values_once_and_within_its_limit() -> None:
     policy = outline_of(ModelConfig(path="Qwen2.5-VL-3B-Instruct", dtype="bfloat16")).policy
     token = 36 * 2 * 2 * 128 * 2  # layers, keys and values, heads, width, bytes
-    play = Rollout(rows=64, room=2048, kept=64 * 2000, prefill=16384)
+    play = Rollout(rows=64, room=2048, kept=64 * 2000, kept_before=64 * 1500, prefill=16384)
     parts = MemoryModel(policy, Plan(learners=0)).rollout(play).parts
     assert parts["keys and values"] == 64 * 2048 * token
-    assert parts["keys and values between turns"] == 64 * 2000 * token
-    small = MemoryModel(policy, Plan(learners=0, cache_bytes=10 * 2048 * token + 5)).rollout(play).parts
+    assert parts["keys and values between turns"] == 64 * (2000 + 1500) * token
+    limit = 10 * 2048 * token + 5
+    small = MemoryModel(policy, Plan(learners=0, cache_bytes=limit)).rollout(replace(play, prefill=0)).parts
     assert small["keys and values"] == 10 * 2048 * token
-    assert small["keys and values between turns"] == 10 * 2048 * token + 5
+    assert small["keys and values between turns"] == 2 * limit
     assert "masters" not in parts and "moments" not in parts
