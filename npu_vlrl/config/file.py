@@ -47,9 +47,9 @@ def _read(path: str | Path) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
     except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {error}; correct the file") from error
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: the file must hold a mapping of sections, got a list")
+        raise ConfigError(f"{path}: the file must hold a mapping of sections, got a list; see configs/ for samples")
     return loaded
 
 
@@ -59,7 +59,7 @@ def _override(text: str) -> DictConfig:
     try:
         return OmegaConf.from_dotlist([text])
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"override {text!r}: {error}") from error
+        raise ConfigError(f"override {text!r}: {error}; write the value as YAML, in quotes for the shell") from error
 
 
 def dump_config(config: Config) -> str:
@@ -100,7 +100,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
             near = difflib.get_close_matches(key, same_depth, 1)
             yield f"  {key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
         elif item["type"] == "missing":
-            yield f"  {key}: required, but not given"
+            yield f"  {key}: required, but not given; add it to the file, or {key}=VALUE to the command"
         else:
             got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
             yield f"  {key or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{got}"

@@ -61,7 +61,10 @@ def model_folder(path: str, scratch: Path, seed: int) -> Path:
             raise ConfigError(f"model.path: {error}") from error
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {folder} is not a Hugging Face model folder (it has no config.json)")
+        raise ConfigError(
+            f"model.path: {folder} is not a Hugging Face model folder (it has no config.json); download a model "
+            "there, or name the folder it is in"
+        )
     return folder
 
 

@@ -96,7 +96,10 @@ class RunFolder:
         before, now = (c.model_dump(exclude=FREE) for c in (load_config(self.path / "config.yaml"), config))
         changed = [f"{s}.{k}" for s in now for k in (now[s] or {}) if now[s][k] != (before[s] or {}).get(k)]
         if changed:
-            raise ConfigError(f"run.dir: {self.path} was configured differently in {', '.join(changed)}; cannot resume")
+            raise ConfigError(
+                f"run.dir: {self.path} was configured differently in {', '.join(changed)}; cannot resume: take that "
+                "back, or begin another run with another run.dir"
+            )
 
 
 def versions() -> dict[str, str]:
