@@ -114,7 +114,8 @@ class Recorded:
             tuple(record["token_ids"]),
             self._special,
             tuple(images),
-            logprobs=tuple(record.get("logprobs", ())),
+            # engines say float32, and nine digits tell one from all others
+            logprobs=tuple(np.array(record.get("logprobs", ()), np.float32).tolist()),
             weight_versions=tuple(record.get("weight_versions", ())),
             stop_reason=stop and StopReason(stop),
             reward=record.get("reward", 0.0),
