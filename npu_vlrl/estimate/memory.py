@@ -269,15 +269,21 @@ class MemoryModel:
         waits = self._tied and self._embedding.requires_grad
         return float(self._item * self._embedding.numel()) if waits else 0.0
 
-    def _tower(self, patches: int) -> list[_Part]:
-        """A block keeps both norms' inputs and outputs, the product that queries, keys and values come from, the
-        rotated ones, attention's output, and what its own products need.
+    def saved_by_block(self, patches: int) -> float:
+        """Bytes that a block of the tower leaves behind: both norms' inputs and outputs, the product that queries, keys
+        and values come from, the rotated ones, attention's output and a float32 a head, and what its MLP needs.
         """
+        settings = self.policy.vision.config
+        gated = hasattr(self.policy.vision.blocks[0].mlp, "gate_proj")
+        elements = 10 * settings.hidden_size + (3 if gated else 2) * settings.intermediate_size
+        statistics = 0 if gated else 16  # the towers without a gate have LayerNorm, which keeps mean and deviation
+        return patches * (elements * self._item + 4 * settings.num_heads + statistics)
+
+    def _tower(self, patches: int) -> list[_Part]:
         tower, item = self.policy.vision, self._item
-        width = tower.config.hidden_size
-        entry = patches * width * item
-        saved = patches * (self._tower_elements() * item + 4 * tower.config.num_heads)
+        entry = patches * tower.config.hidden_size * item
         working = patches * 3 * tower.config.intermediate_size * item
+        saved = self.saved_by_block(patches)
         blocks = [self._part("vision tower", block, saved, working, entry) for block in tower.blocks]
         pixels = tower.patch_embed.proj.weight[0].numel()
         embed = 4.0 * _count(tower.patch_embed.parameters()) * self._kept_gradients
@@ -285,12 +291,6 @@ class MemoryModel:
         mergers = [p for name, p in tower.named_parameters() if "merger" in name]
         last = _Part("vision tower", 3 * entry, 2 * entry, 4.0 * _count(mergers) * self._kept_gradients)
         return [first, *blocks, last]
-
-    def _tower_elements(self) -> int:
-        """Of a patch in one block."""
-        settings = self.policy.vision.config
-        gated = hasattr(self.policy.vision.blocks[0].mlp, "gate_proj")
-        return 10 * settings.hidden_size + (3 if gated else 2) * settings.intermediate_size
 
     # --- a rollout ---
 
