@@ -14,18 +14,20 @@ Commands = Any
 """What `ArgumentParser.add_subparsers` returns; its class has no public name."""
 
 
-def add_config(command: argparse.ArgumentParser) -> None:
+def add_config(command: argparse.ArgumentParser, required: bool = True) -> None:
     """`--config` and overrides."""
     command.add_argument(
-        "--config", required=True, action="append", metavar="FILE", help="YAML file; of several a later one wins"
+        "--config", required=required, action="append", metavar="FILE", help="YAML file; of several a later one wins"
     )
     command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.steps=10")
 
 
-def add_configured(commands: Commands, name: str, text: str, run: Callable[..., object]) -> argparse.ArgumentParser:
-    """A command that takes a configuration file and overrides of it."""
+def add_configured(
+    commands: Commands, name: str, text: str, run: Callable[..., object], required: bool = True
+) -> argparse.ArgumentParser:
+    """A command that takes a configuration file, or may do without one, and overrides of it."""
     command: argparse.ArgumentParser = commands.add_parser(name, help=text)
-    add_config(command)
+    add_config(command, required)
     command.add_argument("--run-dir", metavar="DIR", help="the same as run.dir=DIR")
     command.set_defaults(run=run)
     return command
