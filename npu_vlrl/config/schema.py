@@ -279,7 +279,9 @@ class Config(Section):
         if self.rollout.engine == "vllm" and self.model.lora is not None:
             raise ValueError("rollout.engine=vllm takes whole weights only; leave model.lora out")
         if self.workflow.turn_tokens >= self.workflow.context_tokens:
-            raise ValueError("workflow.turn_tokens must be smaller than workflow.context_tokens")
+            raise ValueError(
+                "workflow.turn_tokens must be smaller than workflow.context_tokens; lower it, or raise the other"
+            )
         if self.warm_start.steps and self.data.train.generator is None:
             raise ValueError("warm_start needs data.train.generator: files show no solutions; set warm_start.steps=0")
         if self.warm_start.steps and self.model.lora is not None:
@@ -299,7 +301,10 @@ class Config(Section):
                 "temperature above 0, or evaluation.answers=1"
             )
         if self.algorithm.updates > self.rollout.groups:
-            raise ValueError("algorithm.updates cannot exceed rollout.groups: a mini-batch holds whole groups")
+            raise ValueError(
+                "algorithm.updates cannot exceed rollout.groups: a mini-batch holds whole groups; lower it, or raise "
+                "rollout.groups"
+            )
         return self
 
     @model_validator(mode="after")
@@ -315,8 +320,8 @@ class Config(Section):
             raise ValueError(f"environment.name={name} has no use for {', '.join(idle)}; leave that out")
         for kind, source in (("train", self.data.train), ("eval", self.data.eval)):
             if source is not None and (source.generator == "episodes") != game:
-                needs = "needs" if game else "cannot use"
-                raise ValueError(f"environment.name={name} {needs} data.{kind}.generator=episodes")
+                needs, remedy = ("needs", "set it") if game else ("cannot use", "name another generator or a path")
+                raise ValueError(f"environment.name={name} {needs} data.{kind}.generator=episodes; {remedy}")
         return self
 
 

@@ -96,7 +96,10 @@ class RunFolder:
         before, now = (c.model_dump(exclude=FREE) for c in (load_config(self.path / "config.yaml"), config))
         changed = [f"{s}.{k}" for s in now for k in (now[s] or {}) if now[s][k] != (before[s] or {}).get(k)]
         if changed:
-            raise ConfigError(f"run.dir: {self.path} was configured differently in {', '.join(changed)}; cannot resume")
+            raise ConfigError(
+                f"run.dir: {self.path} was configured differently in {', '.join(changed)}; cannot resume: take that "
+                "back, or begin another run with another run.dir"
+            )
 
 
 def versions() -> dict[str, str]:
@@ -165,7 +168,7 @@ def _segment_record(segment: Segment) -> dict[str, Any]:
         record["images"] = [{"hash": i.image.hash, "grid": i.grid} for i in segment.images]
     if segment.stop_reason is not None:
         record |= {
-            "logprobs": [round(value, 6) for value in segment.logprobs],
+            "logprobs": [float(f"{value:.9g}") for value in segment.logprobs],  # float32, exactly
             "weight_versions": segment.weight_versions,
             "stop_reason": segment.stop_reason.value,
             "reward": segment.reward,
