@@ -16,7 +16,7 @@ from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.state import export_model
 from npu_vlrl.processes import run_engine
 from npu_vlrl.report.console import ConsoleReport
-from npu_vlrl.report.metrics import rollout_metrics
+from npu_vlrl.report.metrics import rollout_metrics, throughput
 from npu_vlrl.report.run_folder import RunFolder, versions
 from npu_vlrl.rollout.collect import Rollout, collect
 from npu_vlrl.rollout.schedule import Schedule
@@ -151,6 +151,7 @@ class Run:
         run, trajectories = self.config.run, rollout.trajectories
         counts, vision = self.parts.engine.counts, self.parts.vision
         metrics = rollout_metrics(trajectories, samples) | metrics
+        metrics |= throughput(trajectories, metrics["seconds"])
         metrics |= {
             "failed_groups": len(rollout.failed),
             "replaced_groups": rollout.replaced,
