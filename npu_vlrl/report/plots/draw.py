@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+
+from matplotlib.figure import Figure
 
 from npu_vlrl.config import ConfigError
 from npu_vlrl.report.plots.angles import draw_angles
@@ -23,15 +25,16 @@ def plot(folders: Sequence[Path], out: Path) -> Iterator[str]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {error}") from error
+    figures: list[tuple[str, Callable[[], Figure | None], str]] = [
+        ("overview", lambda: draw_overview(CURVES, groups), "any metric"),
+        *((c.name, partial(draw_curve, c, groups), " or ".join(s.metric for s in c.series[:2])) for c in CURVES),
+        ("angles", lambda: draw_angles(groups), "an episode of the rotation task that ends with an angle"),
+    ]
     with styled():
-        for name, figure, needs in (
-            ("overview", lambda: draw_overview(CURVES, groups), "any metric"),
-            *((c.name, partial(draw_curve, c, groups), " or ".join(s.metric for s in c.series[:2])) for c in CURVES),
-            ("angles", lambda: draw_angles(groups), "an episode of the rotation task that ends with an angle"),
-        ):
-            drawn = figure()
-            if drawn is None:
+        for name, draw, needs in figures:
+            figure = draw()
+            if figure is None:
                 yield f"{name}: not drawn, no run has {needs}"
             else:
-                save(drawn, out, name)
+                save(figure, out, name)
                 yield f"{name}: {out / name}.png, .svg"
