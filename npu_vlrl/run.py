@@ -34,7 +34,7 @@ class Run:
         self.folder = RunFolder(config)
         self.parts: Parts = build(config, self.folder.path, cleanup)
         self.folder.begin()
-        self.console = cleanup.enter_context(ConsoleReport(config.train.steps))
+        self.console = cleanup.enter_context(ConsoleReport(config.train.steps, config.run.log_every))
         platform = self.parts.platform
         self.console.line(f"{platform.name}: {platform.describe()}; run folder {self.folder.path}")
         if (world := self.parts.world) is not None:
@@ -171,11 +171,10 @@ class Run:
             failed = [trajectory for group in rollout.failed for trajectory in group]
             self.folder.trajectories(step, [*trajectories, *failed], advantages)
         for message in self._troubles(rollout, learner):
-            self.console.line(f"step {step}: {message}")
+            self.console.trouble(f"step {step}: {message}")
         if run.show_every and step % run.show_every == 0:
             self.console.trajectory(trajectories[0])
-        if (step + 1) % run.log_every == 0:
-            self.console.step(step + 1, metrics)
+        self.console.step(step + 1, metrics, trajectories[0])
 
     def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
         """What went wrong since the last call."""
