@@ -24,6 +24,8 @@ class RunConfig(Section):
     checkpoint_every: CountOrOff = 0
     """Steps between checkpoints; 0 writes only the last one."""
     keep_checkpoints: Count = 2
+    sinks: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = ()
+    """Where metrics, pictures and the configuration go besides the run folder; see docs/live.md."""
 
 
 class LoraConfig(Section):
