@@ -1,4 +1,4 @@
-"""The rotation task: which angles were said, and how they lie to the right ones."""
+"""The rotation task: which angles the model predicted, and how they lie to the right ones."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from npu_vlrl.workflow.rewards.angle import read_angle
 from npu_vlrl.workflow.rewards.tagged import last_tag
 
 DATA_SOURCE = "rotation"
-BIN = 15
-"""Degrees of a bin."""
-EDGES = np.arange(0, 361, BIN)
+FINE, COARSE = 15, 30
+"""Degrees of a bin; the wider ones where all right angles are multiples of it, since between them is nothing."""
 
 
 @dataclass(frozen=True)
@@ -29,33 +28,31 @@ class Angles:
 
     step: np.ndarray
     right: np.ndarray
-    said: np.ndarray
-    without: int
-    """Episodes whose last turn held no angle."""
+    predicted: np.ndarray
 
 
 def read_angles(folders: Sequence[Path]) -> Angles:
     """Of the recorded episodes of training; of evaluations where nothing else was recorded."""
-    trained: list[tuple[int, float, float | None]] = []
-    evaluated: list[tuple[int, float, float | None]] = []
+    trained: list[tuple[int, float, float]] = []
+    evaluated: list[tuple[int, float, float]] = []
     for folder in folders:
         for record in read_lines(folder / "trajectories.jsonl"):
-            right = read_angle(record["answer"] or "") if record.get("data_source") == DATA_SOURCE else None
-            if right is None or not record["turns"]:
-                continue
-            content = last_tag(record["turns"][-1]["text"])
-            said = None if content is None else read_angle(content)
-            kind = trained if record["group"].startswith("step") else evaluated
-            kind.append((record["step"], right % 360, None if said is None else said % 360))
-    episodes = trained or evaluated
-    told = np.array([(step, right, said) for step, right, said in episodes if said is not None]).reshape(-1, 3)
-    return Angles(told[:, 0], told[:, 1], told[:, 2], len(episodes) - len(told))
+            if record.get("data_source") == DATA_SOURCE and record.get("turns") and record.get("answer"):
+                right, content = read_angle(record["answer"]), last_tag(record["turns"][-1]["text"])
+                predicted = None if content is None else read_angle(content)
+                if right is not None and predicted is not None:
+                    kind = trained if record["group"].startswith("step") else evaluated
+                    kind.append((record["step"], right % 360, predicted % 360))
+    return Angles(*np.array(trained or evaluated).reshape(-1, 3).T)
 
 
 def draw_angles(groups: Sequence[Group]) -> Figure | None:
-    """A row for each group: said against right angles, and how often each was said. None where nobody said any."""
+    """A row for each group: predicted against right angles, and how often each was predicted.
+
+    None where no run has a predicted angle.
+    """
     found = [(group, read_angles([run.folder for run in group.runs])) for group in groups]
-    found = [(group, angles) for group, angles in found if len(angles.said)]
+    found = [(group, angles) for group, angles in found if len(angles.predicted)]
     if not found:
         return None
     figure = Figure((COLUMN, 1.75 * len(found) + 0.2), layout="constrained")
@@ -65,7 +62,7 @@ def draw_angles(groups: Sequence[Group]) -> Figure | None:
         _draw_shares(right, angles)
         if len(found) > 1:
             left.set_title(group.name, fontsize=7)
-    figure.legend(*rows[0][1].get_legend_handles_labels(), **BELOW, ncols=3)
+    figure.legend(*rows[0][1].get_legend_handles_labels(), **BELOW, ncols=2)
     return figure
 
 
@@ -75,32 +72,43 @@ def later_half(angles: Angles) -> np.ndarray:
     return angles.step >= (first + last) / 2
 
 
-def shares(degrees: np.ndarray) -> np.ndarray:
-    """[bins] of `BIN` degrees each: the share of the angles that lies in it."""
-    return np.histogram(degrees, EDGES)[0] / max(1, len(degrees))
+def bin_edges(angles: Angles) -> np.ndarray:
+    """Degrees [bins + 1]. The first bin has 0 in its middle, so 90, 180 and 270 lie in the middle of theirs."""
+    width = FINE if (angles.right % COARSE).any() else COARSE
+    return np.arange(-width / 2, 360, width)
+
+
+def wrapped(degrees: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The same angles, from the first edge to below the last one."""
+    return (degrees - edges[0]) % 360 + edges[0]
+
+
+def shares(degrees: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """[bins]: the share of the angles that lies in each."""
+    return np.histogram(wrapped(degrees, edges), edges)[0] / max(1, len(degrees))
 
 
 def _draw_pairs(axes: Axes, angles: Angles) -> None:
     """The second half: on the diagonal the model is right; the corners beside it are near, too, since 0 is 360."""
-    late = later_half(angles)
-    counts = np.histogram2d(angles.right[late], angles.said[late], (EDGES, EDGES))[0]
+    late, edges = later_half(angles), bin_edges(angles)
+    pairs = (wrapped(angles.right[late], edges), wrapped(angles.predicted[late], edges))
+    counts = np.histogram2d(*pairs, (edges, edges))[0]
+    shown = np.ma.masked_equal(counts.T, 0)
     axes.grid(False)
-    axes.pcolormesh(
-        EDGES, EDGES, np.ma.masked_equal(counts.T, 0), cmap="Blues", vmin=-counts.max() / 3, rasterized=True
-    )
-    axes.plot([0, 360], [0, 360], color=GREY, linewidth=0.5, dashes=(3, 3))
+    axes.pcolormesh(edges, edges, shown, cmap="Blues", vmin=-counts.max() / 3, rasterized=True)
+    axes.plot(edges, edges, color=GREY, linewidth=0.5, dashes=(3, 3))
     axes.set(xlabel="right angle (°)", ylabel="predicted angle (°)", aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MultipleLocator(90))
 
 
 def _draw_shares(axes: Axes, angles: Angles) -> None:
-    late = later_half(angles)
+    late, edges = later_half(angles), bin_edges(angles)
     kinds = [("right", angles.right, GREY, "--")]
     if not late.all():
-        kinds.append(("said, first half", angles.said[~late], color_of(5), "-"))
-    kinds.append(("said, second half", angles.said[late], color_of(0), "-"))
-    for label, degrees, color, dashes in kinds:
-        axes.stairs(shares(degrees), EDGES, label=label, color=color, linewidth=1.1, linestyle=dashes, baseline=None)
-    axes.set(xlabel="angle (°)", ylabel="share of answers", xlim=(0, 360), ylim=(0, None))
+        kinds.append(("predicted, first half", angles.predicted[~late], color_of(5), "-"))
+    kinds.append(("predicted, second half", angles.predicted[late], color_of(0), "-"))
+    for label, degrees, color, style in kinds:
+        axes.stairs(shares(degrees, edges), edges, label=label, color=color, linestyle=style, baseline=None)
+    axes.set(xlabel="angle (°)", ylabel="share of answers", xlim=(edges[0], edges[-1]), ylim=(0, None))
     axes.xaxis.set_major_locator(MultipleLocator(90))
