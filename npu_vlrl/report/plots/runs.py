@@ -84,7 +84,8 @@ def common_curve(points: Sequence[Points]) -> tuple[np.ndarray, np.ndarray]:
     A run without a value at a step has NaN there.
     """
     steps = np.array(sorted(set().union(*points)), dtype=int)
-    return steps, np.array([[own.get(int(step), math.nan) for step in steps] for own in points]).reshape(-1, len(steps))
+    values = [[own.get(int(step), math.nan) for step in steps] for own in points]
+    return steps, np.array(values, dtype=float).reshape(len(points), len(steps))
 
 
 def _differences(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
