@@ -85,7 +85,7 @@ class Dashboard:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         plain = options.ascii_only
         for label, value in self._rows(plain):
-            line = Text(f"{label:<{_LABEL}}", "dim", end="").append_text(Text.assemble(value, style="none"))
+            line = Text.assemble((f"{label:<{_LABEL}}", "dim"), value, end="")
             line.truncate(options.max_width, overflow="crop" if plain else "ellipsis")
             yield line
             yield Segment.line()
