@@ -122,12 +122,16 @@ def test_the_gap_has_an_axis_of_whole_decades_and_zero_does_not_matter(tmp_path:
 
 
 def test_the_overview_has_a_panel_for_each_curve_there_is(tmp_path: Path) -> None:
-    lines = [{"step": k, "reward": k, "turns": 2, "eval/all/turns": 1, "action_tokens/turn2": 3} for k in range(3)]
+    lengths = {"action_tokens/turn1": 4, "action_tokens/turn2": 3}
+    lines = [{"step": k, "reward": k, "turns": 2, "eval/all/turns": 1, **lengths} for k in range(3)]
     runs = [({"optim": {"lr": lr}}, lines) for lr in (1e-3, 1e-4)]
     with styled():
         figure = draw_overview(CURVES, groups_of(tmp_path, *runs))
     assert figure is not None
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["Reward", "Turns", "Response length by turn"]
+    own = figure.axes[2].get_legend()
+    assert own is not None and [text.get_text() for text in own.get_texts()] == ["turn 1", "turn 2"]
+    assert figure.axes[0].get_legend() is None
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["lr=0.001", "lr=0.0001", "training", "evaluation"]
 

@@ -90,6 +90,7 @@ class Line:
     """One drawn line: `low` and `high` are the smallest and largest of its runs, all arrays [points]; NaN is a gap."""
 
     label: str
+    series: str
     color: str
     dashes: tuple[float, ...]
     evaluated: bool
@@ -118,6 +119,7 @@ def lines_of(curve: Curve, groups: Sequence[Group]) -> list[Line]:
             lines.append(
                 Line(
                     _label(group, series.name if len(present) > 1 else ""),
+                    series.name,
                     color_of(number if len(groups) > 1 else position),
                     DASHES[position % len(DASHES)],
                     series.evaluated,
@@ -186,13 +188,19 @@ def draw_overview(curves: Sequence[Curve], groups: Sequence[Group]) -> Figure | 
     panels = list(figure.subplots(rows, 3, squeeze=False).flat)
     for (curve, lines), axes in zip(drawn, panels, strict=False):
         _draw(axes, curve, lines)
-        if len(groups) == 1 and len(lines) > 1 and not any(line.evaluated for line in lines):
-            axes.legend(fontsize=6, handlelength=2, labelspacing=0.2, borderaxespad=0.2)
+        series = {line.series: line for line in lines if not line.evaluated}
+        if len(series) > 1:
+            handles = [_stroke_alone(line, GREY if len(groups) > 1 else line.color) for line in series.values()]
+            axes.legend(handles=handles, fontsize=6, labelspacing=0.2, borderaxespad=0.2)
     for axes in panels[len(drawn) :]:
         axes.remove()
     handles = _overview_handles(groups, [line for _, lines in drawn for line in lines])
     figure.legend(handles=handles, **BELOW, ncols=min(4, len(handles)))
     return figure
+
+
+def _stroke_alone(line: Line, color: str) -> Line2D:
+    return Line2D([], [], color=color, label=line.series, **_stroke(line))
 
 
 def _overview_handles(groups: Sequence[Group], lines: Sequence[Line]) -> list[Line2D]:
