@@ -1,51 +1,66 @@
-"""The same rollouts without learning: accuracy by data source."""
+"""`npu-vlrl eval`: answers the evaluation tasks without learning."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+import asyncio
+import dataclasses
+import json
+from contextlib import ExitStack
+from pathlib import Path
 
-from npu_vlrl.rollout.collect import play
-from npu_vlrl.types import Engine, EpisodeStatus, Task, Trajectory
-from npu_vlrl.workflow.export import RewardMode, outcome
-from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
-
-BATCH = 256
-"""Episodes played at once."""
-
-
-async def evaluate(
-    tasks: Sequence[Task], workflow: VisionMultiTurnAgenticWorkflow, engine: Engine, sampling: Sampling, prefix: str
-) -> list[Trajectory]:
-    """Plays each task once, in order."""
-    done: list[Trajectory] = []
-    for start in range(0, len(tasks), BATCH):
-        batch = tasks[start : start + BATCH]
-        groups = await play(batch, workflow, engine, 1, sampling, f"{prefix}.{start}")
-        done += [trajectory for group in groups for trajectory in group]
-    return done
+from npu_vlrl.config import Config, ConfigError
+from npu_vlrl.evaluation import Evaluation
+from npu_vlrl.processes import run_engine
+from npu_vlrl.report import evaluated, tables
+from npu_vlrl.report.run_folder import versions
+from npu_vlrl.run import Run
+from npu_vlrl.sync.world import is_engine
 
 
-def accuracies(trajectories: Sequence[Trajectory], mode: RewardMode, discount: float) -> dict[str, dict[str, float]]:
-    """Shares by data source, and of all under `all`; a failed sample counts as wrong.
+def evaluate_only(config: Config) -> dict[str, float]:
+    """Plays the evaluation tasks with the model as it is; returns the means over all tasks.
 
-    `accuracy` is that of the first answer, `after_retries` that of the whole episode, and `reward` the mean of what
-    training would count for an episode (see `workflow.export.outcome`).
+    Each batch of episodes is recorded as it ends, and a resumed evaluation plays those that are missing: it gives what
+    one without a stop gives. Of several processes the first does so; the others sample for it and return nothing.
+
+    Raises ConfigError when `run.dir` holds a run that is not this evaluation.
     """
-    by_source: dict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        by_source[trajectory.task.data_source].append(trajectory)
-    sources = {source: by_source[source] for source in sorted(by_source)} | {"all": list(trajectories)}
-    return {source: _shares(members, mode, discount) for source, members in sources.items()}
+    if is_engine():
+        run_engine(config)
+        return {}
+    with ExitStack() as cleanup:
+        run = Run(config, cleanup)
+        evaluation = Evaluation(config, run.parts, "evaluation0")
+        folder = run.folder.path
+        _remove_metrics(folder / "metrics.jsonl")
+        evaluation.resume(folder / "trajectories.jsonl")
+        if evaluation.results:
+            run.console.line(f"{len(evaluation.results)} of {len(run.parts.eval_tasks)} tasks were answered before")
+        asyncio.run(_play_missing(run, evaluation))
+        run.evaluations["evaluation"] = found = run.record(evaluation, 0)
+        settings = {
+            "model": config.model.path,
+            "answers": config.evaluation.answers,
+            **dataclasses.asdict(run.parts.eval_sampling),
+        }
+        values = evaluated.write(folder, settings, run.parts.eval_skipped, evaluation.results)
+        run.folder.summary({**run.evaluations, "platform": run.parts.platform.name, "versions": versions()})
+        run.console.console.print(*tables.evaluation(values))
+        run.console.line(f"run folder: {folder.resolve()}")
+        return found
 
 
-def _shares(members: Sequence[Trajectory], mode: RewardMode, discount: float) -> dict[str, float]:
-    total = max(1, len(members))
-    return {
-        "tasks": len(members),
-        "accuracy": sum(t.solved_first_try for t in members) / total,
-        "after_retries": sum(t.solved for t in members) / total,
-        "reward": sum(outcome(t, mode, discount) for t in members) / total,
-        "turns": sum(len(t.turns) for t in members) / total,
-        "failed": sum(t.status is EpisodeStatus.FAILED for t in members) / total,
-    }
+async def _play_missing(run: Run, evaluation: Evaluation) -> None:
+    while evaluation.missing:
+        run.parts.engine.forget_features()  # each batch is computed as if it were the first one
+        run.folder.trajectories(0, await evaluation.play(), {})
+
+
+def _remove_metrics(file: Path) -> None:
+    """Of an evaluation that is resumed. Raises ConfigError when they are those of a training."""
+    if not file.is_file():
+        return
+    for line in file.read_bytes().split(b"\n")[:-1]:
+        if any(key != "step" and not key.startswith("eval/") for key in json.loads(line)):
+            raise ConfigError(f"run.dir: {file.parent} holds a training; choose another run.dir for the evaluation")
+    file.unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,19 +9,18 @@ from typing import Any
 
 from npu_vlrl.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
-from npu_vlrl.evaluate import accuracies, evaluate
+from npu_vlrl.evaluation import Evaluation
+from npu_vlrl.export.run import export_end
 from npu_vlrl.learner.checkpoint import CheckpointError, latest, steps_done
 from npu_vlrl.learner.group import LearnerGroup
-from npu_vlrl.learner.state import export_model
-from npu_vlrl.processes import run_engine
 from npu_vlrl.report.console import ConsoleReport
+from npu_vlrl.report.evaluated import means_by_source
 from npu_vlrl.report.metrics import rollout_metrics, throughput
 from npu_vlrl.report.run_folder import RunFolder, versions
 from npu_vlrl.report.sinks import Opening, Sinks, check_installed
 from npu_vlrl.rollout.collect import Rollout, collect
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
-from npu_vlrl.sync.world import is_engine
 from npu_vlrl.types import Sample, Trajectory
 from npu_vlrl.workflow.export import export
 
@@ -140,19 +138,24 @@ class Run:
         )
 
     async def evaluate(self, name: str, step: int) -> dict[str, float]:
-        """Evaluates, shows and records; returns the shares over all tasks."""
-        parts, workflow = self.parts, self.config.workflow
-        played = await evaluate(parts.eval_tasks, parts.workflow, parts.engine, parts.eval_sampling, f"{name}{step}")
-        results = accuracies(played, workflow.reward_mode, workflow.turn_discount)
-        self.console.evaluation(f"{name}, step {step}", results)
-        flat = {f"eval/{source}/{key}": v for source, values in results.items() for key, v in values.items()}
+        """Evaluates, shows and records; returns the means over all tasks."""
+        evaluation = Evaluation(self.config, self.parts, f"{name}{step}")
+        while evaluation.missing:
+            played = await evaluation.play()
+            if self.config.run.record_every:
+                self.folder.trajectories(step, played, {})
+        self.console.evaluation(f"{name}, step {step}", means_by_source(evaluation.results))
+        return self.record(evaluation, step)
+
+    def record(self, evaluation: Evaluation, step: int) -> dict[str, float]:
+        """Writes the metrics of a finished evaluation; returns the means over all tasks."""
+        found = means_by_source(evaluation.results)
+        flat = {f"eval/{source}/{key}": v for source, values in found.items() for key, v in values.items()}
         self.folder.metrics(step, flat)
         self.sinks.scalars(step, flat)
-        if self.config.run.record_every:
-            self.folder.trajectories(step, played, {})
-        for error in [t.error for t in played if t.error is not None][:3]:
+        for error in evaluation.errors[:3]:
             self.console.line(f"evaluation skipped {error}")
-        return results["all"]
+        return found["all"]
 
     def report(
         self, step: int, rollout: Rollout, samples: Sequence[Sample], metrics: dict[str, float], learner: LearnerGroup
@@ -206,8 +209,6 @@ class Run:
 
     def finish(self, seconds: float) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder and the summary, and shows it."""
-        loaded = self.parts.loaded
-        export_model(loaded.policy, loaded.tokenizer, loaded.folder, self.folder.path / "export")
         summary = {
             **self.evaluations,
             "steps": self.config.train.steps,
@@ -215,22 +216,7 @@ class Run:
             "platform": self.parts.platform.name,
             "versions": versions(),
         }
+        export_end(self.parts.loaded, self.config, self.folder.path, summary)
         self.folder.summary(summary)
         self.console.summary(self.evaluations, self.folder.path)
         return summary
-
-
-def evaluate_only(config: Config) -> dict[str, float]:
-    """`npu-vlrl eval`: plays the evaluation tasks with the model as it is; returns the shares over all tasks.
-
-    Of several processes the first does so; the others sample for it and return nothing.
-    """
-    if is_engine():
-        run_engine(config)
-        return {}
-    with ExitStack() as cleanup:
-        run = Run(config, cleanup)
-        run.evaluations["evaluation"] = result = asyncio.run(run.evaluate("evaluation", 0))
-        run.folder.summary({**run.evaluations, "platform": run.parts.platform.name, "versions": versions()})
-        run.console.summary(run.evaluations, run.folder.path)
-        return result

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from npu_vlrl.build import task_source
 from npu_vlrl.data.source import TaskSource
-from npu_vlrl.learner.state import export_model
+from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import replace_weights
 from npu_vlrl.rollout.demonstrations import ScriptedSession, played, script
 from npu_vlrl.run import Run
@@ -41,7 +41,7 @@ async def warm_start(run: Run) -> None:
         right += sum(trajectory.solved_first_try for trajectory in shown)
         solved += sum(trajectory.solved for trajectory in shown)
         loss = learner.supervise(export(shown, "concat", "best", 1.0, str(loaded.folder)), config.warm_start.lr)
-    export_model(loaded.policy, loaded.tokenizer, loaded.folder, target)
+    export_model(loaded, target)
     learner.forget_features()
     episodes = config.warm_start.steps * config.warm_start.batch
     if config.environment.is_game:

@@ -8,6 +8,8 @@ from pathlib import Path
 from npu_vlrl.commands.options import Commands
 from npu_vlrl.config import ConfigError
 
+BENCHMARKS = ("mathvista", "mathverse", "chartqa", "mme", "mmstar", "gpqa", "aime", "math500")
+
 
 def add(commands: Commands) -> None:
     data = commands.add_parser("data", help="prepare data")
@@ -29,6 +31,15 @@ def add(commands: Commands) -> None:
     rotation.add_argument("--eval-share", type=float, default=0.25, help="share of the photographs for test.parquet")
     rotation.add_argument("--seed", type=int, default=0)
     rotation.set_defaults(run=_rotation)
+    benchmark = kinds.add_parser("benchmark", help="a published benchmark as parquet in verl's schema")
+    benchmark.add_argument("name", metavar="NAME", help="one of " + ", ".join(BENCHMARKS))
+    benchmark.add_argument("--source", required=True, metavar="PATH", help="file of the benchmark, or a folder of them")
+    benchmark.add_argument(
+        "--images", metavar="DIR", help="folder of pictures that rows name; default: beside the file"
+    )
+    benchmark.add_argument("--out", required=True, metavar="DIR", help="folder for NAME.parquet")
+    benchmark.add_argument("--seed", type=int, default=0, help="of the order of GPQA's options")
+    benchmark.set_defaults(run=_benchmark)
 
 
 def _geo3k(options: argparse.Namespace) -> None:
@@ -67,3 +78,16 @@ def _rotation(options: argparse.Namespace) -> None:
         print(f"{what}: {len(names)}")
         for name, reason in names.items():
             print(printable(f"  {name}: {reason}"))
+
+
+def _benchmark(options: argparse.Namespace) -> None:
+    from npu_vlrl.data.benchmarks import convert
+
+    if options.name not in BENCHMARKS:
+        raise ConfigError(f"there is no benchmark {options.name!r}; choose one of {', '.join(BENCHMARKS)}")
+    images = None if options.images is None else Path(options.images)
+    try:
+        file, rows = convert(options.name, Path(options.source), Path(options.out), images, options.seed)
+    except OSError as error:
+        raise ConfigError(f"--out: {error}") from error
+    print(f"{file}: {rows} rows; judge them with reward.rule=benchmark")

@@ -3,15 +3,62 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from npu_vlrl.commands.options import Commands, add_configured, load, run_placed
+from npu_vlrl.config import ConfigError
+from npu_vlrl.exit_codes import DONE
 
 
 def add(commands: Commands) -> None:
-    add_configured(commands, "eval", "play the evaluation tasks without learning", _eval)
+    command = add_configured(commands, "eval", "play the evaluation tasks without learning, or compare", _eval, False)
+    command.add_argument("--against", metavar="DIR", help="run folder of another finished evaluation to compare with")
+    command.add_argument("--out", metavar="DIR", help="folder for the comparison, by default RUN/against/NAME")
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from npu_vlrl.run import evaluate_only
+    """Without a configuration the evaluation in the run folder is finished already, and only compared."""
+    if options.out is not None and options.against is None:
+        raise ConfigError("--out is the folder of a comparison; say with what to compare by --against DIR")
+    if options.config is not None:
+        from npu_vlrl.evaluate import evaluate_only
 
-    return run_placed(load(options), "eval", evaluate_only)
+        config = load(options)
+        if options.against is not None:
+            _check_finished(Path(options.against))
+        code = run_placed(config, "eval", evaluate_only)
+        folder = Path(config.run.dir)
+    elif options.run_dir is None or options.against is None:
+        raise ConfigError("eval needs --config FILE; or --run-dir DIR --against DIR, to compare finished evaluations")
+    elif options.overrides:
+        raise ConfigError(f"{options.overrides[0]} changes a configuration; give one with --config, or leave that out")
+    else:
+        code, folder = DONE, Path(options.run_dir)
+    if code == DONE and options.against is not None:
+        _compare(folder, Path(options.against), options.out)
+    return code
+
+
+def _check_finished(folder: Path) -> None:
+    """Before an evaluation takes its time."""
+    from npu_vlrl.report.evaluated import read
+
+    read(folder)
+
+
+def _compare(folder: Path, against: Path, out: str | None) -> None:
+    from rich.console import Console
+
+    from npu_vlrl.report import tables
+    from npu_vlrl.report.comparison import compare
+    from npu_vlrl.sync.world import is_engine
+
+    if is_engine():
+        return
+    target = Path(out) if out is not None else folder / "against" / against.resolve().name
+    try:
+        values = compare(folder, against, target)
+    except OSError as error:
+        raise ConfigError(f"--out: {error}") from error
+    Console(highlight=False, soft_wrap=True).print(*tables.comparison(values))
+    print(f"changed tasks: {len(values['changed'])}; their trajectories are a run folder: {target.resolve()}")

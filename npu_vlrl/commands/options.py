@@ -14,10 +14,12 @@ Commands = Any
 """What `ArgumentParser.add_subparsers` returns; its class has no public name."""
 
 
-def add_configured(commands: Commands, name: str, text: str, run: Callable[..., object]) -> argparse.ArgumentParser:
-    """A command that takes a configuration file and overrides of it."""
+def add_configured(
+    commands: Commands, name: str, text: str, run: Callable[..., object], required: bool = True
+) -> argparse.ArgumentParser:
+    """A command that takes a configuration file, or may do without one, and overrides of it."""
     command: argparse.ArgumentParser = commands.add_parser(name, help=text)
-    command.add_argument("--config", required=True, metavar="FILE", help="YAML file")
+    command.add_argument("--config", required=required, metavar="FILE", help="YAML file")
     command.add_argument("--run-dir", metavar="DIR", help="the same as run.dir=DIR")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.steps=10")
     command.set_defaults(run=run)

@@ -186,6 +186,8 @@ class EvalConfig(Section):
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     tasks: CountOrOff = 64
     """Tasks evaluated; 0 takes all of a file."""
+    answers: Count = 1
+    """Times that each task is played; more than one needs a temperature above 0."""
     temperature: NonNegative = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: CountOrOff = 0
@@ -268,6 +270,11 @@ class Config(Section):
             raise ValueError("train.offload moves what train.shard divides; set train.shard=true, or leave it out")
         if self.evaluation.tasks == 0 and (self.data.eval or self.data.train).generator is not None:
             raise ValueError("evaluation.tasks=0 means all of a file, and a generator is endless; give a number")
+        if self.evaluation.answers > 1 and self.evaluation.temperature == 0:
+            raise ValueError(
+                f"evaluation.answers={self.evaluation.answers} are all the same at evaluation.temperature=0; set a "
+                "temperature above 0, or evaluation.answers=1"
+            )
         if self.algorithm.updates > self.rollout.groups:
             raise ValueError("algorithm.updates cannot exceed rollout.groups: a mini-batch holds whole groups")
         return self

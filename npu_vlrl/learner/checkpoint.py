@@ -63,7 +63,7 @@ def save(folder: Path, checkpoint: Checkpoint[dict[str, Tensor]], keep: int, ran
     """
     ranks = ranks or Ranks()
     final = folder / f"step-{checkpoint.step:08d}"
-    if ranks.first_says(final in _complete(folder)):
+    if ranks.first_says(final in complete(folder)):
         return final
     partial = folder / f".{final.name}.partial"
     if ranks.rank == 0:
@@ -80,7 +80,7 @@ def save(folder: Path, checkpoint: Checkpoint[dict[str, Tensor]], keep: int, ran
         _flush(partial)
         partial.rename(final)
         _flush(folder)
-        for old in _complete(folder)[:-keep]:
+        for old in complete(folder)[:-keep]:
             shutil.rmtree(old)
     ranks.meet()
     return final
@@ -100,7 +100,7 @@ def _write(partial: Path, checkpoint: Checkpoint[dict[str, Tensor]], ranks: Rank
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
-    found = _complete(folder)
+    found = complete(folder)
     return found[-1] if found else None
 
 
@@ -185,7 +185,8 @@ def _read(file: Path, read: Callable[[Path], Content]) -> Content:
         ) from error
 
 
-def _complete(folder: Path) -> list[Path]:
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints, the oldest first."""
     return sorted(p for p in folder.glob("step-*") if _NAME.match(p.name) and (p / STATE).is_file())
 
 

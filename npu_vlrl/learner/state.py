@@ -1,15 +1,13 @@
-"""Saving and restoring a learner, and exporting its model as a Hugging Face folder."""
+"""Saving and restoring a learner."""
 
 from __future__ import annotations
 
-import copy
-import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner import checkpoint
@@ -21,12 +19,8 @@ from npu_vlrl.model.policy import Policy
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 MASTER = "master"
 
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-)
+CRITIC = "critic."
+"""What the names of a critic's weights begin with."""
 
 
 def save_learner(
@@ -94,21 +88,20 @@ def load_learner(path: Path, learner: Learner, platform: Platform) -> tuple[int,
     return content.step, content.state
 
 
-def export_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, source: Path, target: Path) -> None:
-    """Writes a Hugging Face folder that plain transformers loads: adapters merged, tokenizer and processor included.
+def load_policy(path: Path, policy: Policy) -> tuple[int, dict[str, Any]]:
+    """Puts the weights of a checkpoint into a policy, one at a time; returns (steps done, state).
 
-    The folder appears whole or not at all.
+    Weights of 16 bits are rounded from their masters, as they were in the run. A critic's are left.
+    Raises CheckpointError when the checkpoint belongs to another model, naming what differs.
     """
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model = copy.deepcopy(policy.model).merge_and_unload() if policy.has_adapter else policy.base
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    for name in PROCESSOR_FILES:
-        if (source / name).is_file():
-            shutil.copy(source / name, partial / name)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    content = checkpoint.load(path)
+    weights, moved, here = content.weights, content.optimizer, policy.trainable()
+    _check_names(path, weights, here, [name for name in weights if not name.startswith(CRITIC)])
+    with torch.no_grad():
+        for name, parameter in here.items():
+            wide = f"{MASTER}.{name}"
+            parameter.copy_(moved.read(wide) if wide in moved else weights.read(name))
+    return content.step, content.state
 
 
 def trained_by(learner: Learner) -> dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer]]:
@@ -126,9 +119,12 @@ def _wide(moment: Tensor) -> Tensor:
     return moment.to(torch.promote_types(moment.dtype, torch.float32))
 
 
-def _check_names(path: Path, saved: Stored, here: dict[str, torch.nn.Parameter]) -> None:
-    if saved.keys() != here.keys():
-        difference = sorted(saved.keys() ^ here.keys())
+def _check_names(
+    path: Path, saved: Stored, here: dict[str, torch.nn.Parameter], names: Iterable[str] | None = None
+) -> None:
+    """`names` are those of `saved` that count, all where it is None."""
+    difference = sorted(set(saved if names is None else names) ^ here.keys())
+    if difference:
         raise CheckpointError(f"checkpoint {path} is of another model: {difference[:3]} … ({len(difference)} names)")
     for name, parameter in here.items():
         if saved.shape(name) != list(parameter.shape):

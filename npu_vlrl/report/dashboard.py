@@ -77,7 +77,8 @@ class Dashboard:
                 values.append(metrics[metric])
 
     def evaluation(self, name: str, results: Mapping[str, float]) -> None:
-        self._evaluation = f"{results['accuracy']:.3g}, {results['after_retries']:.3g} after retries ({name})"
+        if "accuracy" in results:  # of no task at all there is nothing to tell
+            self._evaluation = f"{results['accuracy']:.3g}, {results['after_retries']:.3g} after retries ({name})"
 
     def trouble(self, text: str) -> None:
         self._troubles, self._trouble = self._troubles + 1, text

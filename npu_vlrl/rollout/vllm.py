@@ -56,6 +56,9 @@ ENVIRONMENT = {
 }
 
 
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""What torchrun says to the processes that it starts, and they to theirs."""
+
 WORK_BYTES = 2**32
 """What vLLM may take beside weights and cache: activations, recorded steps, the library itself."""
 
@@ -103,6 +106,8 @@ class VllmEngine(LocalEngine):
         self._asleep = False
         self._ids = itertools.count()
         self._vllm = import_vllm()
+        if workers:  # they meet at a store of their own, and torch would look for it in torchrun's
+            os.environ.pop(AGENT_STORE, None)
         whole = {"max_num_seqs": CPU_TURNS, "max_num_batched_tokens": CPU_TURNS * context_tokens}
         split = {
             "tensor_parallel_size": workers,

@@ -28,6 +28,8 @@ STEPS, GROUPS = 12, 2
 TASKS = STEPS * GROUPS
 """One epoch."""
 STALENESS = 2
+EVERY = 5
+"""Steps between evaluations."""
 
 PATIENT = """
 import time
@@ -83,7 +85,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training that Ctrl-C ended after some steps, and that was resumed."""
     folder = tmp_path_factory.mktemp("asynchronous")
-    words = command(folder, f"train.staleness={STALENESS}")
+    words = command(folder, f"train.staleness={STALENESS}", f"evaluation.every={EVERY}")
     processes = start(2, words, folder)
     try:
         wait_for_steps(folder, 3, processes)
@@ -135,6 +137,16 @@ def test_the_learner_agrees_with_the_engine_where_the_weights_are_its_own(traine
     assert all(math.isfinite(step["correction_weight"]) for step in steps)
 
 
+def test_evaluations_in_between_are_of_the_weights_of_their_step(trained: Path) -> None:
+    """Episodes of the training wait meanwhile, or are played by the same weights."""
+    steps = [line["step"] for line in lines(trained, "metrics.jsonl") if "eval/all/accuracy" in line]
+    assert steps == [0, *range(EVERY, STEPS, EVERY), STEPS]
+    played = [line for line in lines(trained, "trajectories.jsonl") if line["group"].startswith("evaluation")]
+    assert {line["step"] for line in played} == set(range(EVERY, STEPS, EVERY))
+    for line in played:
+        assert {version for versions in versions_of(line) for version in versions} == {line["step"]}
+
+
 def trained_on(run: Path) -> list[dict[str, Any]]:
     """Episodes of the steps, without those of evaluations."""
     return [line for line in lines(run, "trajectories.jsonl") if line["group"].startswith("task")]
@@ -142,6 +154,16 @@ def trained_on(run: Path) -> list[dict[str, Any]]:
 
 def versions_of(line: dict[str, Any]) -> list[list[int]]:
     return [turn["action"]["weight_versions"] for turn in line["turns"]]
+
+
+def test_two_learners_with_a_part_each(tmp_path: Path) -> None:
+    words = command(tmp_path, "train.staleness=1", "train.learners=2", "train.shard=true", "train.steps=4")
+    assert finish(start(3, words, tmp_path), 100) == [0, 0, 0], said(tmp_path, 3)
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 4 and max(step["async/staleness_max"] for step in steps) == 1
+    assert all(step["logprob_gap"] < 1e-3 for step in steps)
+    played = collections.Counter(line["task"] for line in trained_on(tmp_path / "run"))
+    assert len(played) == 4 * GROUPS and set(played.values()) == {2}
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

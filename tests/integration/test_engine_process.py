@@ -156,13 +156,14 @@ def own_words(folder: Path, rank: int) -> str:
 
 
 def test_evaluation_samples_in_the_engine_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = command(tmp_path, "evaluation.temperature=1", "evaluation.tasks=6")
+    words = command(tmp_path, "evaluation.temperature=1", "evaluation.tasks=3", "evaluation.answers=2")
     words[2] = "eval"
     assert finish(start(2, words, tmp_path), 60) == [0, 0], said(tmp_path, 2)
     together = recorded(tmp_path / "run")
     monkeypatch.setenv("NPU_VLRL_PLATFORM", "cpu")
     assert program(*words[2:], "--run-dir", tmp_path / "alone").code == 0
-    assert recorded(tmp_path / "alone") == together and together[0]["eval/all/tasks"] == 6
+    assert recorded(tmp_path / "alone") == together and together[0]["eval/all/tasks"] == 3
+    assert (tmp_path / "run" / "evaluation.json").read_bytes() == (tmp_path / "alone" / "evaluation.json").read_bytes()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])

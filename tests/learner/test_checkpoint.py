@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 
 from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import Checkpoint, CheckpointError, latest, load, save
+from tests.support.ranks import finish, said, start
 
 FILES = ("optimizer.safetensors", "rng.safetensors", "state.json", "weights.safetensors")
 
@@ -134,6 +136,22 @@ def test_the_previous_one_survives_a_process_that_vanishes(tmp_path: Path) -> No
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert [p.name for p in tmp_path.glob(".*")] == [".step-00000002.partial"]
     assert latest(tmp_path) == previous and same(load(previous), content(1))
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_the_previous_one_survives_the_kill_of_a_rank_that_writes_its_pieces(tmp_path: Path, call: int) -> None:
+    """Two real processes hold three rows and two; the second writes and flushes two files."""
+    folder = tmp_path / "checkpoints"
+    codes = finish(start(2, ["-m", "tests.learner.killed_save", folder, call], tmp_path))
+    assert codes[1] == -signal.SIGKILL and codes[0] == 1, said(tmp_path, 2)
+    assert sorted(p.name for p in folder.iterdir()) == [".step-00000002.partial", "step-00000001"]
+    found = latest(folder)
+    assert found is not None and found.name == "step-00000001"
+    left = load(found)
+    assert left.weights["layer"].tolist() == [1, 2, 3, 4, 5]
+    assert left.optimizer["exp_avg.layer"].tolist() == [2, 4, 6, 8, 10]
+    save(folder, content(2), keep=1)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from npu_vlrl.learner.checkpoint import CheckpointError
 from npu_vlrl.learner.group import sums_of_bits
 from npu_vlrl.learner.optimizer import master, stepped
 from npu_vlrl.learner.ranks import Ranks
-from npu_vlrl.learner.state import load_learner, save_learner, trained_by
+from npu_vlrl.learner.state import load_learner, load_policy, save_learner, trained_by
 from npu_vlrl.learner.trainer import Learner
 from tests.learner.test_learner_ranks import groups
 from tests.support.learning import load, tiny_folder, with_advantage
@@ -201,6 +201,9 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(both: Path) -> None:
     for rank in range(3):
         published = load_file(both / "two in three" / str(rank))
         assert all(torch.equal(published[name], p) for name, p in learner.whole.trainable().items())
+    policy = load().policy  # without a learner, as an export reads it; the critic's pieces are left
+    load_policy(both / "two in three" / "step-00000001", policy)
+    assert all(torch.equal(published[name], p) for name, p in policy.trainable().items())
     read = checkpoint.load(both / "pieces" / "step-00000001")
     for name, (parameter, optimizer) in trained_by(learner).items():
         assert torch.equal(parameter, read.weights[name])

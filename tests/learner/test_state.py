@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +16,9 @@ from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 from npu_vlrl.config import ModelConfig
 from npu_vlrl.hardware import select
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
-from npu_vlrl.learner.state import export_model, load_learner, save_learner
+from npu_vlrl.learner.state import load_learner, save_learner
 from npu_vlrl.learner.trainer import Learner
+from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.types import Sample
@@ -179,7 +181,7 @@ def test_plain_transformers_computes_what_the_live_policy_does(tmp_path: Path, k
     loaded, samples = trained(kind, **SETTINGS[name])
     before = {n: p.detach().clone() for n, p in loaded.policy.model.named_parameters()}
     target = tmp_path / kind
-    export_model(loaded.policy, loaded.tokenizer, loaded.folder, target)
+    export_model(loaded, target)
     with torch.no_grad():
         exported = torch.cat(plain_logits(plain_model(target), loaded, samples))
         start = torch.cat(plain_logits(plain_model(tiny_folder(kind)), loaded, samples))
@@ -196,7 +198,7 @@ def test_tokenizer_and_processor_are_in_the_folder(tmp_path: Path, kind: str) ->
     loaded = load(kind)
     source = shutil.copytree(tiny_folder(kind), tmp_path / "source")
     (source / "video_preprocessor_config.json").write_text('{"size": {"longest_edge": 7}}')
-    export_model(loaded.policy, loaded.tokenizer, source, tmp_path / "out")
+    export_model(replace(loaded, folder=source), tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "Which way? <|im_end|>\n<answer>up</answer> é"
     assert tokenizer.encode(text) == loaded.tokenizer.encode(text)
@@ -218,15 +220,15 @@ def test_an_export_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
         mock.patch.object(type(loaded.tokenizer), "save_pretrained", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
-        export_model(loaded.policy, loaded.tokenizer, loaded.folder, tmp_path / "out")
+        export_model(loaded, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (next(tmp_path.iterdir()) / "left_over.json").write_text("{}")
     for _ in range(2):  # a second export replaces the first
-        export_model(loaded.policy, loaded.tokenizer, loaded.folder, tmp_path / "out")
+        export_model(loaded, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out" / "left_over.json").exists()
 
 
 def test_no_checkpoint_is_looked_for_in_an_export(tmp_path: Path) -> None:
     loaded = load()
-    export_model(loaded.policy, loaded.tokenizer, loaded.folder, tmp_path / "out")
+    export_model(loaded, tmp_path / "out")
     assert latest(tmp_path) is None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from npu_vlrl.evaluate import accuracies
+from npu_vlrl.report.evaluated import means_by_source
 from npu_vlrl.report.metrics import FIRST_TURNS, rollout_metrics, throughput
+from npu_vlrl.report.results import task_result
+from npu_vlrl.report.run_folder import trajectory_record
 from npu_vlrl.types import EpisodeStatus, JudgeError, StopReason, Trajectory, Verdict
 from npu_vlrl.workflow.export import export
 from tests.support.scripted import Verdicts, a_task, cut, encode, picture, play, workflow
@@ -69,6 +72,11 @@ def test_by_hand() -> None:
     assert shuffled == pytest.approx(expected)
 
 
+def by_source(done: Sequence[Trajectory], mode: Any, discount: float) -> dict[str, dict[str, float]]:
+    results = [task_result(t.task, [trajectory_record(t, {})], mode, discount, patch_size=14) for t in done]
+    return means_by_source(results)
+
+
 def test_evaluation_by_data_source_by_hand() -> None:
     """A failed sample counts as wrong; a tool call is a turn and no try."""
 
@@ -81,7 +89,7 @@ def test_evaluation_by_data_source_by_hand() -> None:
         of("b", Trajectory(a_task(), "2", 0, (), EpisodeStatus.FAILED, "too long")),
         of("b", episode(0, "3", ["a", "a", "a"], Verdict(-1.0, False), Verdict(-0.5, False), Verdict(-1.0, False))),
     ]
-    found = accuracies(done, "best", 1.0)
+    found = by_source(done, "best", 1.0)
     assert list(found) == ["a", "b", "all"]
     names = ("tasks", "accuracy", "after_retries", "reward", "turns", "failed")
     assert found == {
@@ -92,7 +100,7 @@ def test_evaluation_by_data_source_by_hand() -> None:
             "all": (4, 0.25, 0.5, 0.25, 7 / 4, 0.25),
         }.items()
     }
-    assert accuracies([], "best", 1.0)["all"]["accuracy"] == 0.0
+    assert by_source([], "best", 1.0) == {"all": {"tasks": 0}}
 
 
 @pytest.mark.parametrize(("mode", "first", "second"), [("best", 0.25, 0.2), ("last", 0.25, 0.05), ("sum", 0.25, 0.25)])
@@ -107,7 +115,7 @@ def test_the_reward_of_an_evaluation_is_the_one_that_is_trained(mode: Any, first
     guessed = play(workflow(Verdicts([Verdict(0.2, False), Verdict(0.1, False)]), **settings), ["a", "a"], task)
     assert looked.turn_rewards == (-0.5, 1.5)
     for played, reward in ((looked, first), (guessed, second)):
-        assert accuracies([played], mode, 0.5)["all"]["reward"] == pytest.approx(reward)
+        assert by_source([played], mode, 0.5)["all"]["reward"] == pytest.approx(reward)
         assert [sample.reward for sample in export([played], "concat", mode, 0.5, "tiny")] == [pytest.approx(reward)]
 
 

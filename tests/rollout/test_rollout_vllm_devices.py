@@ -31,6 +31,7 @@ class RecordingLLM:
     def __init__(self, folder: str, **arguments: Any) -> None:
         self.arguments = arguments
         self.shown = os.environ.get("SHOWN")
+        self.store = os.environ.get(vllm.AGENT_STORE)
         self.did: list[str] = []
         self.asleep: set[str] = set()
         self.llm_engine = SimpleNamespace(
@@ -116,6 +117,7 @@ def test_workers_see_the_devices_of_their_engine(recorded: None, monkeypatch: py
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "2")
     monkeypatch.setenv("SHOWN", "everything")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # with it, workers wait for a store that nobody opens
     words = ["rollout.engine=vllm", "rollout.tensor_parallel=2"]
     config = load_config("configs/photo_tiny.yaml", words)
     platform: Any = SimpleNamespace(
@@ -128,7 +130,7 @@ def test_workers_see_the_devices_of_their_engine(recorded: None, monkeypatch: py
     with ExitStack() as cleanup:
         made = processes.vllm_engine(config, platform, load(tiny_folder("qwen2_5_vl")), cleanup, workers=2)
     llm: RecordingLLM = made._llm
-    assert llm.shown == "card3,card4" and made._device.index == 3
+    assert llm.shown == "card3,card4" and made._device.index == 3 and llm.store is None
     # half of the weights (float32), the cache, and 4 GiB to work in
     weights = sum(tensor.numel() for tensor in made.policy.model.parameters()) * 4 // 2
     share = (weights + config.rollout.cache_mib * 2**20 + 2**32) / 2**36

@@ -76,3 +76,20 @@ def test_a_training_with_an_engine_process(tmp_path: Path) -> None:
     assert all(0 < line["gap_max"] < 1e-4 and line["sync/bytes"] > 0 for line in steps)
     assert versions(tmp_path / "run") == {0: {0}, 1: {1}, 2: {2}}
     assert [file.name for file in (tmp_path / "run" / "weights").iterdir()] == ["3.safetensors"]
+
+
+def test_an_asynchronous_training_with_an_engine_process(tmp_path: Path) -> None:
+    """vLLM is interrupted by new weights; the learner compares the tokens of the weights that it has."""
+    words = ("train.staleness=1", "algorithm.correction=tis", "algorithm.entropy_coef=0.01", "optim.lr=0.01")
+    lines = train(tmp_path / "run", "vllm", *words, processes=2)
+    steps = [line for line in lines if "gap_max" in line]
+    assert len(steps) == 3
+    assert all(line["logprob_gap"] < 1e-4 and line["grad_norm"] > 0 for line in steps)
+    assert all(line["async/staleness_max"] <= 1 for line in steps)
+    records = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
+    trained = [record for record in records if record["group"].startswith("task")]
+    assert len({record["group"] for record in trained}) == 9 and len(trained) == 18
+    for record in trained:
+        for turn in record["turns"]:
+            found = turn["action"]["weight_versions"]
+            assert found == sorted(found) and record["step"] - 1 <= found[0] and found[-1] <= record["step"]

@@ -1,7 +1,8 @@
 """Rules that score an answer, by name.
 
 A rule is a module with `score(answer, text, **options) -> Verdict` and `check_gold(answer, **options)`, both pure and
-synchronous. The exceptions are `python`, which calls a function of the user's, and `weighted`, a sum of other rules.
+synchronous. The exceptions are `benchmark`, whose `score` is also given the task's `extra`, `python`, which calls a
+function of the user's, and `weighted`, a sum of other rules.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ RULES = {
     "tagged": "npu_vlrl.workflow.rewards.tagged",
     "rotation_broad": "npu_vlrl.workflow.rewards.rotation_broad",
     "rotation_strict": "npu_vlrl.workflow.rewards.rotation_strict",
+    "benchmark": "npu_vlrl.workflow.rewards.benchmark",
     "python": "npu_vlrl.workflow.rewards.python",
 }
 
@@ -53,9 +55,10 @@ def make_judge(
             raise ValueError("the rule 'python' needs the option 'function': path/to/file.py:function")
         return JudgePool(rule, options, workers, deadline_s)
     module = importlib.import_module(RULES[rule])
-    known = set(inspect.signature(module.score).parameters) - {"answer", "text"}
+    known = set(inspect.signature(module.score).parameters) - {"answer", "text", "extra"}
     check_names(f"option of the rule {rule!r}:", options, known)
-    module.score("1", "", **options)  # a rule refuses a bad value before training, not at the first answer
+    if options:
+        module.score("1", "", **options)  # a rule refuses a bad value before training, not at the first answer
     if rule in INLINE:
         return InlineJudge(partial(module.score, **options), partial(module.check_gold, **options))
     return JudgePool(rule, options, workers, deadline_s)

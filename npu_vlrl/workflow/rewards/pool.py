@@ -54,6 +54,8 @@ class JudgePool:
         if self._rule == "python":
             images = (*task.images, *(image for turn in history for tool in turn.tool_results for image in tool.images))
             request = {"task": _plain_task(task), "history": [turn.text for turn in history]}
+        elif self._rule == "benchmark":
+            request = {"answer": _gold(task), "extra": json_part(task.extra)}
         else:
             request = {"answer": _gold(task)}
         try:

@@ -39,9 +39,7 @@ def open_service(setup: Mapping[str, Any]) -> tuple[bool, Handler]:
 
 def _builtin_rule(module: Any, options: Mapping[str, Any]) -> Rule:
     return lambda request, _: (
-        module.score(request["answer"], request["text"], **options)
-        if "text" in request
-        else module.check_gold(request["answer"], **options)
+        module.score(**request, **options) if "text" in request else module.check_gold(request["answer"], **options)
     )
 
 

@@ -1,0 +1,1 @@
+"""From checkpoints, ours and those of other programs, to Hugging Face folders."""

@@ -1,0 +1,84 @@
+"""Writes a policy as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from npu_vlrl.data.processor import ImageProcessor, write_pixel_limits
+from npu_vlrl.model.load import LoadedModel
+
+COPIED = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+"""Files of the folder that a model came from; a training changes nothing in them but the limits of pictures."""
+
+
+def export_model(
+    loaded: LoadedModel,
+    target: Path,
+    files: Mapping[str, str] | None = None,
+    adapter: bool = False,
+    used_up: bool = False,
+) -> None:
+    """Writes a folder that plain transformers loads: weights in the policy's dtype, tokenizer, processor, `files`.
+
+    Adapters are merged, in float32, and rounded once; with `adapter` they are written alone, as a folder of peft. The
+    limits of pictures are those of the policy. With `used_up` merged weights take the place of the policy's own, which
+    saves the memory of a second copy on the host. The folder appears whole or not at all, in the place of one that was
+    there.
+    """
+    target = target.resolve()  # where a link points to
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    policy = loaded.policy
+    if adapter:
+        policy.model.save_pretrained(partial, save_embedding_layers=False)
+    else:
+        whole = _merged(policy.base, used_up) if policy.has_adapter else None
+        policy.base.save_pretrained(partial, state_dict=whole)
+        loaded.tokenizer.save_pretrained(partial)
+        for name in COPIED:
+            if (loaded.folder / name).is_file():
+                shutil.copy(loaded.folder / name, partial / name)
+        if loaded.processor is not None:
+            _keep_limits(partial, loaded.processor)
+    for name, text in (files or {}).items():
+        (partial / name).write_text(text, encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+
+
+def _keep_limits(folder: Path, processor: ImageProcessor) -> None:
+    written = ImageProcessor.from_folder(folder)
+    assert written is not None, "the policy's came from there"
+    limits = processor.min_pixels, processor.max_pixels
+    if (written.min_pixels, written.max_pixels) != limits:
+        write_pixel_limits(folder, *limits)
+
+
+@torch.no_grad()
+def _merged(base: nn.Module, used_up: bool) -> dict[str, Tensor]:
+    """The weights by the names of a model without adapters, W + s B A where there is one."""
+    whole = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in base.state_dict().items()
+        if ".lora_A." not in name and ".lora_B." not in name
+    }
+    for name, layer in base.named_modules():
+        if isinstance(layer, LoraLayer):
+            (adapter,) = layer.lora_A
+            weight = whole[f"{name}.weight"]
+            delta: Tensor = layer.get_delta_weight(adapter)  # type: ignore[attr-defined]  # of linear layers
+            sum_ = (weight.float() + delta.float()).to(weight.dtype)
+            whole[f"{name}.weight"] = weight.copy_(sum_) if used_up else sum_.cpu()
+    return whole

@@ -1,0 +1,144 @@
+"""How each task of an evaluation was answered, from the records of its episodes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from npu_vlrl.report.statistics import pass_at_k, powers_of_two
+from npu_vlrl.types import EpisodeStatus, Image, Task
+from npu_vlrl.workflow.export import RewardMode, trajectory_reward
+
+Item = TypeVar("Item")
+
+SIDES = (0, 128, 256, 512, 1024)
+"""Bounds of the image sizes, as sides of squares with as many pixels."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One episode, as far as an evaluation counts it. A failed one is not solved."""
+
+    first: bool
+    """The first judged answer was right."""
+    solved: bool
+    """After retries."""
+    reward: float
+    """What training would count for the episode."""
+    turns: int
+    failed: bool
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """All answers to one task.
+
+    Example: `TaskResult("test/7", "9f…", "mme", "mme", "OCR", "OCR", 200704, "OCR/7.png", (answer,))`
+    """
+
+    task: str
+    fingerprint: str
+    """Of all that the model is asked and judged by; see `fingerprint`."""
+    data_source: str
+    benchmark: str | None
+    """`extra_info.benchmark`, which our adapters write."""
+    category: str | None
+    """`extra_info.category`"""
+    image_type: str
+    """`extra_info.image_type`; else the data source, or `no image` where the model saw none."""
+    image_pixels: int
+    """Of all pictures before the first answer, as the model saw them."""
+    picture: str | None
+    """`extra_info.picture`: tasks about the same one belong together (MME)."""
+    answers: tuple[Answer, ...]
+
+    @property
+    def image_size(self) -> str:
+        """Example: `256² to 512² pixels`"""
+        if not self.image_pixels:
+            return "no image"
+        low = max(side for side in SIDES if self.image_pixels >= side**2)
+        high = min((side for side in SIDES if self.image_pixels < side**2), default=None)
+        return f"{low}² to {high}² pixels" if high else f"{low}² pixels and more"
+
+    def measures(self) -> dict[str, float]:
+        """Means over the answers, and with several of them `avg@n` and `pass@k` of solved episodes."""
+        n = len(self.answers)
+        found = {
+            "accuracy": sum(a.first for a in self.answers) / n,
+            "after_retries": sum(a.solved for a in self.answers) / n,
+            "reward": sum(a.reward for a in self.answers) / n,
+            "turns": sum(a.turns for a in self.answers) / n,
+            "failed": sum(a.failed for a in self.answers) / n,
+        }
+        if n > 1:
+            right = sum(a.solved for a in self.answers)
+            found[f"avg@{n}"] = right / n
+            found |= {f"pass@{k}": pass_at_k(right, n, k) for k in powers_of_two(n)}
+        return found
+
+
+def answer_of(record: Mapping[str, Any], mode: RewardMode, discount: float) -> Answer:
+    """From a line of `trajectories.jsonl`."""
+    turns = record["turns"]
+    rewards = [turn["action"]["reward"] for turn in turns]
+    judged = [turn["verdict"] is not None for turn in turns]
+    return Answer(
+        first=record["solved_first_try"],
+        solved=record["solved"],
+        reward=trajectory_reward(rewards, judged, mode, discount),
+        turns=len(turns),
+        failed=record["status"] == EpisodeStatus.FAILED.value,
+    )
+
+
+def task_result(
+    task: Task, records: Sequence[Mapping[str, Any]], mode: RewardMode, discount: float, patch_size: int
+) -> TaskResult:
+    """Of a task and the records of its answers; `patch_size` is the side of an image patch in pixels."""
+    pixels = next((_pixels(r, patch_size) for r in records if r["turns"]), 0)
+    extra = {key: value for key, value in task.extra.items() if isinstance(value, str)}
+    return TaskResult(
+        task.id,
+        fingerprint(task),
+        task.data_source,
+        extra.get("benchmark"),
+        extra.get("category"),
+        extra.get("image_type") or (task.data_source if pixels else "no image"),
+        pixels,
+        extra.get("picture"),
+        tuple(answer_of(record, mode, discount) for record in records),
+    )
+
+
+def fingerprint(task: Task) -> str:
+    """Equal for tasks that ask the same, with the same pictures, answer and extra information."""
+
+    def plain(value: Any) -> str:
+        return value.hash if isinstance(value, Image) else repr(value)
+
+    messages = [[message.role, list(message.parts)] for message in task.messages]
+    text = json.dumps([messages, task.answer, dict(task.extra)], default=plain, sort_keys=True)
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
+
+
+def _pixels(record: Mapping[str, Any], patch_size: int) -> int:
+    grids = [image["grid"] for segment in record["turns"][0]["new_context"] for image in segment.get("images", ())]
+    return sum(rows * columns for _, rows, columns in grids) * patch_size**2
+
+
+def divided(items: Sequence[Item], name_of: Callable[[Item], str | None]) -> dict[str, list[Item]]:
+    """The items of each name, in the order of names, in which numbers count as such; None leaves an item out."""
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        if (name := name_of(item)) is not None:
+            found.setdefault(name, []).append(item)
+    return {name: found[name] for name in sorted(found, key=_natural)}
+
+
+def _natural(name: str) -> list[str | int]:
+    return [int(part) if index % 2 else part for index, part in enumerate(re.split(r"([0-9]+)", name))]
