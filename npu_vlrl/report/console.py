@@ -48,8 +48,8 @@ class ConsoleReport:
         self._dashboard.trouble(printable(text).replace("\n", " "))
         self.line(text)
 
-    def step(self, done: int, metrics: Mapping[str, float], trajectory: Trajectory) -> None:
-        """After each step: `done` of them are, and `trajectory` is one of the last."""
+    def step(self, done: int, metrics: Mapping[str, float], trajectory: Trajectory | None = None) -> None:
+        """After each step: `done` of them are, and `trajectory` is one of the last, where any was played."""
         self._dashboard.step(done, metrics, trajectory)
         if self._live is None and done % self._log_every == 0:
             notes = [f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics]

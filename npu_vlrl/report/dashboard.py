@@ -69,9 +69,11 @@ class Dashboard:
         self._last = self._evaluation = self._trouble = ""
         self._troubles = 0
 
-    def step(self, done: int, metrics: Mapping[str, float], trajectory: Trajectory) -> None:
-        self._done, self._metrics, self._last = done, dict(metrics), outcome_line(trajectory)
-        self._seconds.append(metrics["seconds"])
+    def step(self, done: int, metrics: Mapping[str, float], trajectory: Trajectory | None) -> None:
+        self._done, self._metrics = done, dict(metrics)
+        self._last = "" if trajectory is None else outcome_line(trajectory)
+        if "seconds" in metrics:
+            self._seconds.append(metrics["seconds"])
         for metric, values in self._trends.items():
             if metric in metrics:
                 values.append(metrics[metric])
@@ -113,8 +115,9 @@ class Dashboard:
         for label, told in TOLD:
             if text := ", ".join(form.format(metrics[name]) for form, name in told if name in metrics):
                 yield label, Text(text)
-        if metrics:
+        if "seconds" in metrics:
             yield "a step", _time_split(metrics, plain)
+        if self._last:
             yield "an episode", Text(self._last)
         if self._troubles:
             yield "troubles", Text(f"{self._troubles}, the last: ", "yellow").append(self._trouble)

@@ -103,3 +103,10 @@ def test_ascii_is_enough() -> None:
     lines = shown(filled(), encoding="ascii")
     assert lines[0].endswith("  #######-----------------") and lines[1] == "reward      0.5    ==="
     assert lines[7].startswith("a step      2 s  rrrrrrrrrrrruuuuuu......")
+
+
+def test_half_a_training_has_less_to_tell() -> None:
+    """No episode where recorded ones are trained on, and maybe no clock."""
+    dashboard = Dashboard(2)
+    dashboard.step(1, {"reward": 0.5}, None)
+    assert [line.split()[0] for line in shown(dashboard)] == ["training", "reward"]
