@@ -1,4 +1,4 @@
-"""`npu-vlrl train | eval | export | play | config | doctor | data …`: words to one function call, errors to exit codes.
+"""`npu-vlrl train | eval | plot | export | play | …`: words to one function call, errors to exit codes.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input or missing hardware (one message that says what to change), 130 a
 training was ended by Ctrl-C.
@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from npu_vlrl import __version__
-from npu_vlrl.commands import completion, data, doctor, estimate, evaluate, export, init, play, train
+from npu_vlrl.commands import completion, data, doctor, estimate, evaluate, export, init, play, plot, train
 from npu_vlrl.config import ConfigError
 from npu_vlrl.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 
-COMMANDS = (init, estimate, train, evaluate, export, play, doctor, data, completion)
+COMMANDS = (init, estimate, train, evaluate, plot, export, play, doctor, data, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,6 +27,8 @@ class RunConfig(Section):
     """Steps between checkpoints; 0 writes only the last one."""
     keep_checkpoints: Count = 2
     """Newest checkpoints that are kept; older ones are removed."""
+    sinks: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = ()
+    """Where metrics, pictures and the configuration go besides the run folder; see docs/live.md."""
 
 
 class LoraConfig(Section):

@@ -24,6 +24,10 @@ FREE: Any = {"run": True, "sync": True, "ray": True, "train": {"steps", "learner
 """What may be another when a run goes on: where it writes, and how its work is shared out."""
 
 
+BEFORE = {"model", "sinks.json", "tensorboard", "wandb", "swanlab"}
+"""What may be in a folder before it is a run's: its model is made, and its sinks begin, before all else is ready."""
+
+
 class RunFolder:
     """Looks at `run.dir` and writes nothing before `begin`.
 
@@ -37,7 +41,7 @@ class RunFolder:
         self.resumed = (self.path / "config.yaml").is_file()
         if self.resumed:
             self._check_resumable(config)
-        elif self.path.exists() and (not self.path.is_dir() or any(p.name != "model" for p in self.path.iterdir())):
+        elif self.path.exists() and (not self.path.is_dir() or any(p.name not in BEFORE for p in self.path.iterdir())):
             raise ConfigError(f"run.dir: {self.path} exists and is not a run folder; choose another with run.dir=…")
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):

@@ -141,6 +141,15 @@ def test_chosen_tests_run_without_the_checks(checkout: Checkout) -> None:
     assert "--cov-fail-under=90" in asked[-1]
 
 
+def test_the_sinks_have_a_folder_of_their_own_packages(checkout: Checkout) -> None:
+    _, asked, *_ = checkout.run("test.sh", "--sinks", "-x")
+    assert asked[0] == "-m venv --clear .venv"
+    assert asked[-2:] == [
+        "-m pip install -qq --disable-pip-version-check -r requirements-sinks.txt --upgrade --target .venv/sinks",
+        "-m pytest tests/sinks -q -x",
+    ]
+
+
 @pytest.mark.parametrize(
     ("switch", "environment", "requirements", "tests"),
     [
