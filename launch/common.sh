@@ -122,13 +122,17 @@ source_cann() { # CANN's libraries and tools enter the environment, and those of
 
 # PROCESSES ARGUMENT...: trains with the given arguments. Without a word about the run folder it is a new one.
 train() {
-    local processes=${NPU_VLRL_PROCESSES:-$1} config=configs/photo_tiny.yaml previous='' argument folder
+    local processes=${NPU_VLRL_PROCESSES:-$1} config='' previous='' argument folder usual=()
     shift
-    for argument in "$@"; do
-        [[ $previous != --config ]] || config=$argument
-        [[ $argument != --config=* ]] || config=${argument#*=}
+    for argument in "$@"; do # of several configurations the first, which says the task, names the run
+        [[ -n $config || $previous != --config ]] || config=$argument
+        [[ -n $config || $argument != --config=* ]] || config=${argument#*=}
         previous=$argument
     done
+    if [[ -z $config ]]; then
+        config=configs/photo_tiny.yaml
+        usual=(--config "$config")
+    fi
     case " $* " in
     *' --run-dir'* | *' run.dir='* | *' run.if_exists='*) ;;
     *)
@@ -140,7 +144,7 @@ train() {
     if [[ ! -f runs/data/geo3k/test.parquet ]]; then # the last of its files
         "$python" -m npu_vlrl data geo3k --out runs/data/geo3k >&2
     fi
-    start "$processes" --config configs/photo_tiny.yaml "$@"
+    start "$processes" "${usual[@]}" "$@"
 }
 
 # PROCESSES ARGUMENT...: one process is learner and engine in one; of more, on one machine or on several, the first is

@@ -5,8 +5,11 @@
 # The Triton kernels: interpreted, and compiled for an NPU (x86_64): bash launch/test.sh --triton [pytest's arguments]
 # The engine on the real vLLM, on a CPU (x86_64):                   bash launch/test.sh --vllm [pytest's arguments]
 # The page of `npu-vlrl view` in a real Chromium:                   bash launch/test.sh --browser [pytest's arguments]
+# Where run.sinks sends metrics, with the real packages, offline:   bash launch/test.sh --sinks [pytest's arguments]
 # All CPU tests on what an Ascend host gets, with this torch:       bash launch/test.sh --torch 2.9.0 [pytest's arguments]
-# Each has an environment of its own, but for the browser: .venv, .venv-npu, .venv-triton, .venv-vllm, .venv-torch-2.9.0.
+# Each has an environment of its own: .venv, .venv-npu, .venv-triton, .venv-vllm, .venv-torch-2.9.0; the browser is driven
+# from .venv. The sinks, which need older versions of packages that the project pins, have a folder in .venv that comes
+# before its other packages.
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -64,6 +67,13 @@ case "${1:-}" in
     find_chromium
     export NPU_VLRL_PLATFORM=cpu
     exec .venv/bin/python -m pytest tests/browser -q "$@"
+    ;;
+--sinks)
+    shift
+    prepare_tests .venv requirements-cpu.txt
+    add .venv requirements-sinks.txt --upgrade --target .venv/sinks
+    export NPU_VLRL_PLATFORM=cpu PYTHONPATH=$PWD/.venv/sinks
+    exec .venv/bin/python -m pytest tests/sinks -q "$@"
     ;;
 --torch)
     [[ ${2:-} =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "--torch needs a full version, e.g. --torch 2.9.0"

@@ -183,7 +183,8 @@ def task_source(
     assert config.path is not None
     if not Path(config.path).exists():
         raise ConfigError(
-            f"data: {config.path} does not exist (for the sample problems run `npu-vlrl data geo3k --out DIR` first)"
+            f"data: {config.path} does not exist (for the sample problems run `npu-vlrl data geo3k --out DIR` first); "
+            "correct the path"
         )
     return TaskSource.from_records(
         Path(config.path),

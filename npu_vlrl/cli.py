@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from npu_vlrl import __version__
-from npu_vlrl.commands import data, doctor, evaluate, export, play, train, view
+from npu_vlrl.commands import completion, data, doctor, estimate, evaluate, export, init, play, plot, train, view
 from npu_vlrl.config import ConfigError
 from npu_vlrl.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 
-COMMANDS = (train, evaluate, export, play, view, doctor, data)
+COMMANDS = (init, estimate, train, evaluate, view, plot, export, play, doctor, data, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +59,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="npu-vlrl", description="Train vision-language models by multi-turn RL.")
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(parser=parser)  # for completion, which describes all of it
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)

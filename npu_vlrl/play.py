@@ -59,7 +59,7 @@ def environment_config(name: str, options: Sequence[str], seed: int) -> Config:
         try:
             values[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--option {option}: {error}") from error
+            raise ConfigError(f"--option {option}: {error}; write the value as YAML, e.g. size=5") from error
     sections: dict[str, Any] = {
         "model": {"path": "tiny:qwen2_5_vl"},
         "data": {"train": {"generator": "episodes"}},
@@ -81,7 +81,9 @@ def play(config: Config, number: int, images: Path | None, show: bool, max_turns
         source = task_source(config.data.train, config, config.train.seed, setting.check_gold)
         task = next(islice(source.all(), number, None), None)
         if task is None:
-            raise ConfigError(f"--task {number}: data.train has no such task; the first one is 0")
+            raise ConfigError(
+                f"--task {number}: data.train has no such task; the first one is 0, choose a smaller number"
+            )
         environment = setting.new_environment(_processor(config, cleanup))
         screen = Screen(images, show)
         opening = runner.run(environment.reset(task))
@@ -186,7 +188,7 @@ class Screen:
             folder.mkdir(parents=True, exist_ok=True)
             PIL.Image.fromarray(image.rgb).save(file)
         except OSError as error:
-            raise ConfigError(f"--images: {error}") from error
+            raise ConfigError(f"--images: {error}; choose another folder") from error
         return file
 
 

@@ -11,12 +11,13 @@ from npu_vlrl.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.export.run import export_end
-from npu_vlrl.learner.checkpoint import CheckpointError, latest
+from npu_vlrl.learner.checkpoint import CheckpointError, latest, steps_done
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.evaluated import means_by_source
-from npu_vlrl.report.metrics import rollout_metrics
+from npu_vlrl.report.metrics import rollout_metrics, throughput
 from npu_vlrl.report.run_folder import RunFolder, versions
+from npu_vlrl.report.sinks import Opening, Sinks, check_installed
 from npu_vlrl.report.token_values import token_values
 from npu_vlrl.rollout.collect import Rollout, collect
 from npu_vlrl.rollout.schedule import Schedule
@@ -30,10 +31,13 @@ class Run:
 
     def __init__(self, config: Config, cleanup: ExitStack) -> None:
         self.config = config
+        check_installed(config.run.sinks)
         self.folder = RunFolder(config)
         self.parts: Parts = build(config, self.folder.path, cleanup)
+        self.console = ConsoleReport(config.train.steps, config.run.log_every)
+        self.sinks = cleanup.enter_context(Sinks(config.run.sinks, self._opening, self.console.line))
         self.folder.begin()
-        self.console = cleanup.enter_context(ConsoleReport(config.train.steps))
+        cleanup.enter_context(self.console)
         platform = self.parts.platform
         self.console.line(f"{platform.name}: {platform.describe()}; run folder {self.folder.path}")
         if (world := self.parts.world) is not None:
@@ -46,6 +50,11 @@ class Run:
         self.evaluations: dict[str, dict[str, float]] = {}
         """`baseline` and `final`; they survive a stop."""
         self._told_records = self._told_updates = 0
+
+    def _opening(self, sink: str) -> Opening:
+        folder = self.folder
+        first = steps_done(folder.checkpoints)
+        return Opening.of(folder.path, sink, self.config.model_dump(mode="json"), first, folder.resumed)
 
     def new_learner(self) -> LearnerGroup:
         """See `build.new_learners`."""
@@ -144,6 +153,7 @@ class Run:
         found = means_by_source(evaluation.results)
         flat = {f"eval/{source}/{key}": v for source, values in found.items() for key, v in values.items()}
         self.folder.metrics(step, flat)
+        self.sinks.scalars(step, flat)
         for error in evaluation.errors[:3]:
             self.console.line(f"evaluation skipped {error}")
         return found["all"]
@@ -160,6 +170,7 @@ class Run:
         run, trajectories = self.config.run, rollout.trajectories
         counts, vision = self.parts.engine.counts, self.parts.vision
         metrics = rollout_metrics(trajectories, samples) | metrics
+        metrics |= throughput(trajectories, metrics["seconds"])
         metrics |= {
             "failed_groups": len(rollout.failed),
             "replaced_groups": rollout.replaced,
@@ -174,17 +185,18 @@ class Run:
             "peak_memory_gib": self.parts.platform.peak_memory_bytes() / 2**30,
         }
         self.folder.metrics(step, metrics)
+        self.sinks.scalars(step, metrics)
         if self.records(step):
             advantages = {sample.id: sample.turn_advantages for sample in samples}
             failed = [trajectory for group in rollout.failed for trajectory in group]
             values = token_values(samples, learner.noted)
             self.folder.trajectories(step, [*trajectories, *failed], advantages, values)
         for message in self._troubles(rollout, learner):
-            self.console.line(f"step {step}: {message}")
+            self.console.trouble(f"step {step}: {message}")
         if run.show_every and step % run.show_every == 0:
             self.console.trajectory(trajectories[0])
-        if (step + 1) % run.log_every == 0:
-            self.console.step(step + 1, metrics)
+            self.sinks.trajectory(step, trajectories[0])
+        self.console.step(step + 1, metrics, trajectories[0])
 
     def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
         """What went wrong since the last call."""

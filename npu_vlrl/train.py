@@ -57,7 +57,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
             step_began = time.monotonic()
             rollout = await rollouts.take(step)
             rolled_out = time.monotonic()
-            samples, metrics = await rollouts.beside(partial(_learn, run, learner, step, rollout))
+            samples, metrics = await rollouts.beside(partial(learn, run, learner, step, rollout))
             metrics |= rollout.metrics | await rollouts.update(step + 1)
             metrics |= {"rollout_seconds": rolled_out - step_began, "seconds": time.monotonic() - step_began}
             run.report(step, rollout, samples, metrics, learner)
@@ -75,7 +75,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
     return run.finish(time.monotonic() - began)
 
 
-def _learn(run: Run, learner: LearnerGroup, step: int, rollout: Rollout) -> tuple[list[Sample], dict[str, float]]:
+def learn(run: Run, learner: LearnerGroup, step: int, rollout: Rollout) -> tuple[list[Sample], dict[str, float]]:
     """Trains on the groups of a step; returns the samples with their advantages, and metrics."""
     exported = most_varied(run.export(rollout.trajectories), run.config.algorithm.keep_groups)
     samples = assign_advantages(learner.score(exported), run.parts.algorithm)

@@ -50,7 +50,7 @@ def _geo3k(options: argparse.Namespace) -> None:
     try:
         converted = convert(Path(options.source), Path(options.out), options.eval_share, options.seed)
     except OSError as error:
-        raise ConfigError(f"--out: {error}") from error
+        raise ConfigError(f"--out: {error}; choose another folder") from error
     for name, value in converted.items():
         print(f"{name}: {value}")
 
@@ -70,7 +70,7 @@ def _rotation(options: argparse.Namespace) -> None:
     try:
         report = convert(photos, out, options.per_photo, step, options.size, options.eval_share, options.seed)
     except OSError as error:
-        raise ConfigError(f"--out: {error}") from error
+        raise ConfigError(f"--out: {error}; choose another folder") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print(f"photos: {report.photos}, train: {report.rows['train']} rows, test: {report.rows['test']} rows")

@@ -14,21 +14,28 @@ Commands = Any
 """What `ArgumentParser.add_subparsers` returns; its class has no public name."""
 
 
+def add_config(command: argparse.ArgumentParser, required: bool = True) -> None:
+    """`--config` and overrides."""
+    command.add_argument(
+        "--config", required=required, action="append", metavar="FILE", help="YAML file; of several a later one wins"
+    )
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.steps=10")
+
+
 def add_configured(
     commands: Commands, name: str, text: str, run: Callable[..., object], required: bool = True
 ) -> argparse.ArgumentParser:
     """A command that takes a configuration file, or may do without one, and overrides of it."""
     command: argparse.ArgumentParser = commands.add_parser(name, help=text)
-    command.add_argument("--config", required=required, metavar="FILE", help="YAML file")
+    add_config(command, required)
     command.add_argument("--run-dir", metavar="DIR", help="the same as run.dir=DIR")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.steps=10")
     command.set_defaults(run=run)
     return command
 
 
 def load(options: argparse.Namespace) -> Config:
     """The configuration that the words of `add_configured` ask for."""
-    directory = [f"run.dir={options.run_dir}"] if options.run_dir else []
+    directory = [f"run.dir={options.run_dir}"] if getattr(options, "run_dir", None) else []
     return load_config(options.config, [*directory, *options.overrides])
 
 

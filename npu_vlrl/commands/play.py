@@ -14,7 +14,7 @@ def add(commands: Commands) -> None:
     player = commands.add_parser("play", help="act in an environment yourself")
     world = player.add_mutually_exclusive_group(required=True)
     world.add_argument("--environment", metavar="NAME", help="a game, e.g. sokoban, or path/to/file.py:function")
-    world.add_argument("--config", metavar="FILE", help="YAML file; its data.train has the tasks")
+    world.add_argument("--config", action="append", metavar="FILE", help="YAML file; its data.train has the tasks")
     player.add_argument(
         "--option", action="append", default=[], metavar="key=value", help="of the environment, e.g. size=5"
     )

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from npu_vlrl.cluster import drives
 from npu_vlrl.commands.options import Commands, add_configured, load, run_placed
-from npu_vlrl.config import dump_config
+from npu_vlrl.config import ConfigError, dump_config
+from npu_vlrl.exit_codes import DONE
 
 
 def add(commands: Commands) -> None:
-    add_configured(commands, "train", "train a model", _train)
+    trainer = add_configured(commands, "train", "train a model", _train)
+    half = trainer.add_mutually_exclusive_group()
+    half.add_argument("--debug-rollout-only", action="store_true", help="play and record; nothing is learned")
+    half.add_argument("--debug-train-only", metavar="RUN", help="learn from what that run recorded; nothing is sampled")
     add_configured(commands, "config", "show the resolved configuration", _config)
 
 
 def _train(options: argparse.Namespace) -> int:
+    from npu_vlrl.halves import rollout_only, train_only
     from npu_vlrl.train import train
 
-    return run_placed(load(options), "train", train)
+    config = load(options)
+    if not options.debug_rollout_only and options.debug_train_only is None:
+        return run_placed(config, "train", train)
+    if drives(config):
+        raise ConfigError("one half of a training alone is for the processes that you start; set ray.processes=0")
+    if options.debug_rollout_only:
+        rollout_only(config)
+    else:
+        train_only(config, Path(options.debug_train_only))
+    return DONE
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Reads a configuration from a YAML file and `key=value` overrides, and writes it.
+"""Reads a configuration from YAML files and `key=value` overrides, and writes it.
 
 Unknown keys are errors that name the nearest known key.
 """
@@ -20,27 +20,37 @@ from npu_vlrl.config.base import ConfigError, Section
 from npu_vlrl.config.schema import Config
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file (OmegaConf interpolation allowed) and applies dotted `key=value` overrides.
+def load_config(path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+    """Reads YAML files (OmegaConf interpolation allowed), of which a later one wins, and applies dotted `key=value`
+    overrides.
 
     Raises ConfigError, whose message names the file, the key, and the nearest known key for a misspelt one.
     """
-    if not Path(path).is_file():
-        raise ConfigError(f"{path}: no such configuration file")
+    paths = [path] if isinstance(path, (str, Path)) else list(path)
+    name = " + ".join(map(str, paths))
     try:
-        loaded = OmegaConf.load(path)
-        if not isinstance(loaded, DictConfig):
-            raise ValueError("the file must hold a mapping of sections, got a list")
-        merged = OmegaConf.merge(loaded, *map(_override, overrides))
+        merged = OmegaConf.merge(*map(_read, paths), *map(_override, overrides))
         values = OmegaConf.to_container(merged, resolve=True)
     except ConfigError:
         raise
-    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from error
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{path}:\n" + "\n".join(_explain(error))) from None
+        raise ConfigError(f"{name}:\n" + "\n".join(_explain(error))) from None
+
+
+def _read(path: str | Path) -> DictConfig:
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such configuration file; see configs/, or write one with `npu-vlrl init`")
+    try:
+        loaded = OmegaConf.load(path)
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        raise ConfigError(f"{path}: {error}; correct the file") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path}: the file must hold a mapping of sections, got a list; see configs/ for samples")
+    return loaded
 
 
 def _override(text: str) -> DictConfig:
@@ -49,7 +59,7 @@ def _override(text: str) -> DictConfig:
     try:
         return OmegaConf.from_dotlist([text])
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"override {text!r}: {error}") from error
+        raise ConfigError(f"override {text!r}: {error}; write the value as YAML, in quotes for the shell") from error
 
 
 def dump_config(config: Config) -> str:
@@ -90,7 +100,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
             near = difflib.get_close_matches(key, same_depth, 1)
             yield f"  {key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
         elif item["type"] == "missing":
-            yield f"  {key}: required, but not given"
+            yield f"  {key}: required, but not given; add it to the file, or {key}=VALUE to the command"
         else:
             got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
             yield f"  {key or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{got}"

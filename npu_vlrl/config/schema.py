@@ -14,7 +14,9 @@ class RunConfig(Section):
     """Where a run writes."""
 
     dir: str = "runs/latest"
+    """Folder of the run. Relative paths start where the command is started."""
     if_exists: Literal["raise", "resume"] = "raise"
+    """What to do when the folder holds a run already: refuse, or go on from its last checkpoint."""
     log_every: Count = 1
     """Steps between lines of progress."""
     show_every: CountOrOff = 10
@@ -24,13 +26,18 @@ class RunConfig(Section):
     checkpoint_every: CountOrOff = 0
     """Steps between checkpoints; 0 writes only the last one."""
     keep_checkpoints: Count = 2
+    """Newest checkpoints that are kept; older ones are removed."""
+    sinks: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = ()
+    """Where metrics, pictures and the configuration go besides the run folder; see docs/live.md."""
 
 
 class LoraConfig(Section):
     """Low-rank adapters through peft."""
 
     rank: Count = 16
+    """Rank of the adapters' matrices."""
     alpha: Positive = 32.0
+    """What the adapters say is multiplied by `alpha` / `rank`."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of language-model layers; each must match at least one."""
 
@@ -39,12 +46,17 @@ class ModelConfig(Section):
     path: str
     """A Hugging Face folder, or `tiny:qwen2_5_vl`, `tiny:qwen3_vl`, `tiny:qwen3` for a model with random weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights. With `bfloat16` the optimiser steps copies in float32."""
     freeze_vision: bool = False
+    """Leaves the vision tower and its projector as they are; features of an image are then computed once."""
     gradient_checkpointing: bool = False
+    """Computes activations again in the backward pass: less memory, more time."""
     lora: LoraConfig | None = None
+    """Trains adapters instead of the weights; null trains the weights."""
     min_pixels: Count | None = None
-    """Overrides the image processor of the model folder."""
+    """Images with fewer pixels are enlarged; null takes the number of the model folder."""
     max_pixels: Count | None = None
+    """Images with more pixels are made smaller; null takes the number of the model folder."""
 
 
 class SourceConfig(Section):
@@ -55,6 +67,7 @@ class SourceConfig(Section):
     generator: Literal["photo", "arrow", "episodes"] | None = None
     """`episodes` are new seeds for a game."""
     shuffle: bool = True
+    """Takes the records of a file in another order in each epoch, which `train.seed` decides."""
     max_skip_share: Share = 0.1
     """Share of unusable records (counted and reported) above which the run ends."""
 
@@ -68,6 +81,7 @@ class SourceConfig(Section):
 class DataConfig(Section):
     train: SourceConfig
     eval: SourceConfig | None = None
+    """Where evaluation tasks come from; null takes them from `data.train`, a generator with other seeds."""
 
 
 ANSWERS = (
@@ -83,14 +97,17 @@ class WorkflowConfig(Section):
     max_turns: Count = 3
     """Turns of the policy in an episode; a tool call is a turn."""
     turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """γ of the episode's reward: turn k, from 0, counts `turn_discount`^k times."""
     reward_mode: Literal["best", "last", "sum"] = "best"
+    """Reward of an episode: its best answer, its last one, or the sum; what tool calls earned is added."""
     export_style: Literal["concat", "individual"] = "concat"
+    """One sample an episode, or one a turn with all that came before it as context."""
     retry_when: Annotated[str, Field(pattern=r"^(unsolved|reward_below: *-?\d+(\.\d+)?)$")] = "unsolved"
     """`unsolved`, or `reward_below: X` to retry any answer that scored less than X."""
     feedback: str = "Your answer is not right. Look again, find the mistake and try again."
     """What the model is told after an answer that is retried, unless the judge gives its own feedback."""
     system_prompt: str | None = None
-    """Replaces the system message of the task; None keeps it."""
+    """Replaces the system message of the task; null keeps it."""
     tools: tuple[str, ...] = ()
     """Registered names, or `path/to/file.py:function`."""
     describe_tools: bool = True
@@ -126,7 +143,9 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the game itself."""
     format: Literal["no_think", "free_think", "grounding", "worldmodeling", "grounding_worldmodeling"] = "free_think"
+    """Form of an answer, see docs/environments.md."""
     answer_tag: Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")] = "answer"
+    """Tag around the actions."""
     end_token: str = ""
     """What stands after the answer in the format, e.g. `<eoa>`."""
     max_actions: Count = 3
@@ -147,11 +166,13 @@ class RewardConfig(Section):
     rule: str = "math_verify"
     """A registered rule, or `path/to/file.py:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Of the rule itself, see docs/rewards.md."""
     workers: Count = 1
     """Judge processes."""
     deadline_s: Positive = 5.0
     """Seconds after which a judge is killed; the answer scores `failed_reward` and is counted."""
     failed_reward: float = 0.0
+    """Reward of an answer whose judge failed or was killed."""
 
 
 class RolloutConfig(Section):
@@ -166,8 +187,11 @@ class RolloutConfig(Section):
     group_size: Count = 4
     """Trajectories a task."""
     temperature: Positive = 1.0
+    """Divides the logits when sampling for training; the learner divides by it, too."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Samples from the likeliest tokens that together have this probability; training takes 1 only."""
     top_k: CountOrOff = 0
+    """Samples from this many of the likeliest tokens; 0 disables, and training takes 0 only."""
     feature_cache_mib: CountOrOff = 256
     """Memory for vision features, in MiB; 0 disables."""
     cache_mib: Count = 16384
@@ -187,8 +211,11 @@ class EvalConfig(Section):
     answers: Count = 1
     """Times that each task is played; more than one needs a temperature above 0."""
     temperature: NonNegative = 0.0
+    """0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Samples from the likeliest tokens that together have this probability; 1 disables."""
     top_k: CountOrOff = 0
+    """Samples from this many of the likeliest tokens; 0 disables."""
 
 
 class SyncConfig(Section):
@@ -254,7 +281,9 @@ class Config(Section):
         if self.rollout.engine == "vllm" and self.model.lora is not None:
             raise ValueError("rollout.engine=vllm takes whole weights only; leave model.lora out")
         if self.workflow.turn_tokens >= self.workflow.context_tokens:
-            raise ValueError("workflow.turn_tokens must be smaller than workflow.context_tokens")
+            raise ValueError(
+                "workflow.turn_tokens must be smaller than workflow.context_tokens; lower it, or raise the other"
+            )
         if self.warm_start.steps and self.data.train.generator is None:
             raise ValueError("warm_start needs data.train.generator: files show no solutions; set warm_start.steps=0")
         if self.warm_start.steps and self.model.lora is not None:
@@ -274,7 +303,10 @@ class Config(Section):
                 "temperature above 0, or evaluation.answers=1"
             )
         if self.algorithm.updates > self.rollout.groups:
-            raise ValueError("algorithm.updates cannot exceed rollout.groups: a mini-batch holds whole groups")
+            raise ValueError(
+                "algorithm.updates cannot exceed rollout.groups: a mini-batch holds whole groups; lower it, or raise "
+                "rollout.groups"
+            )
         return self
 
     @model_validator(mode="after")
@@ -290,8 +322,8 @@ class Config(Section):
             raise ValueError(f"environment.name={name} has no use for {', '.join(idle)}; leave that out")
         for kind, source in (("train", self.data.train), ("eval", self.data.eval)):
             if source is not None and (source.generator == "episodes") != game:
-                needs = "needs" if game else "cannot use"
-                raise ValueError(f"environment.name={name} {needs} data.{kind}.generator=episodes")
+                needs, remedy = ("needs", "set it") if game else ("cannot use", "name another generator or a path")
+                raise ValueError(f"environment.name={name} {needs} data.{kind}.generator=episodes; {remedy}")
         return self
 
 

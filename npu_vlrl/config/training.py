@@ -10,7 +10,7 @@ from npu_vlrl.config.base import BelowOne, Count, CountOrOff, NonNegative, Posit
 
 
 class AlgorithmConfig(Section):
-    """`preset` fills what is left at None; docs/algorithms.md has a table of what each fills in."""
+    """`preset` fills what is left at null; docs/algorithms.md has a table of what each fills in."""
 
     preset: Literal[
         "grpo",
@@ -30,6 +30,7 @@ class AlgorithmConfig(Section):
         "trico_without_bi_level",
         "turn_ppo",
     ] = "grpo"
+    """A published algorithm, which chooses what is null below."""
     advantage: (
         Literal[
             "grpo",
@@ -47,7 +48,9 @@ class AlgorithmConfig(Section):
         ]
         | None
     ) = None
+    """The estimator of advantages, see docs/algorithms.md."""
     advantage_std: Literal["group", "batch"] | None = None
+    """Spread that a group's advantages are divided by: the group's own, or the batch's."""
     advantage_mask: bool | None = None
     """Estimates over the sampled tokens alone (VAGEN's M^adv), not over the observations between them."""
     turn_rewards: bool | None = None
@@ -57,24 +60,35 @@ class AlgorithmConfig(Section):
     turn_discount: Share | None = None
     """γ from turn to turn in the estimate; `workflow.turn_discount` is that of the episode's reward."""
     gae_lambda: Share | None = None
+    """λ of generalised advantage estimation."""
     state_weight: NonNegative | None = None
     """Weight of GiGPO's comparison of turns that began in the same state."""
     loss_mask: bool | None = None
     """Trains on the sampled tokens alone (VAGEN's M^loss), not on the observations between them."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] | None = None
+    """How the losses of tokens become one number, see docs/losses.md."""
     loss: Literal["ppo", "decoupled_ppo", "gspo", "cispo", "reinforce"] | None = None
+    """What a token contributes, see docs/losses.md."""
     clip_low: Positive | None = None
+    """The ratio of a token is clipped below 1 - `clip_low`."""
     clip_high: Positive | None = None
+    """The ratio of a token is clipped above 1 + `clip_high`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """A token with advantage A < 0 loses at most -A times this."""
     correction: Literal["off", "tis", "icepop"] = "off"
     """Weighs tokens by learner over engine probability: capped (`tis`), or left out beyond the bounds (`icepop`)."""
     correction_low: Positive = 0.5
+    """Lower bound of that weight, for `icepop`."""
     correction_high: Positive = 2.0
-    """Bounds of that weight; `decoupled_ppo` leaves tokens above the upper one out."""
+    """Upper bound of that weight; `decoupled_ppo` leaves tokens above it out."""
     kl_coef: NonNegative | None = None
+    """Weight of the KL divergence to the model before training; 0 needs no reference."""
     kl_kind: Literal["k1", "k2", "k3"] | None = None
+    """Its estimate from one token, see docs/losses.md."""
     kl_in: Literal["loss", "reward"] | None = None
+    """Adds the KL to the loss, or takes it from the reward of each token."""
     entropy_coef: float = 0.0
+    """Weight of the entropy in the loss: positive values reward it. 0 disables."""
     dynamic_sampling: bool | None = None
     """Replaces groups whose outcomes are all equal."""
     max_extra_groups: CountOrOff = 32
@@ -104,16 +118,22 @@ class CriticConfig(Section):
     warmup_steps: CountOrOff = 0
     """First steps, in which only the critic learns."""
     value_clip: Positive | None = 0.5
-    """Largest move of a value in one step that the loss rewards; None disables."""
+    """Largest move of a value in one step that the loss rewards; null disables."""
 
 
 class OptimConfig(Section):
     lr: Positive = 1e-6
+    """Learning rate of AdamW after the warm-up."""
     warmup_steps: CountOrOff = 0
+    """Steps in which the learning rate rises to `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up: stays, or falls to 0 at `train.steps`."""
     weight_decay: NonNegative = 0.0
+    """Of AdamW; 0 disables."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    """Of AdamW."""
     max_grad_norm: Positive = 1.0
+    """Gradients with a larger norm are scaled down to it."""
     micro_batch_tokens: Count = 4096
     """Tokens packed into one forward pass; a longer sample gets a pass of its own."""
     logprob_chunk: Count = 1024
@@ -124,15 +144,20 @@ class WarmStartConfig(Section):
     """Supervised steps on scripted demonstrations of a generator's tasks, to teach the format."""
 
     steps: CountOrOff = 0
+    """Supervised steps; 0 disables."""
     batch: Count = 32
+    """Demonstrated episodes a step."""
     lr: Positive = 1e-3
+    """Learning rate of these steps."""
     right_share: Share = 0.25
     """Share of the demonstrated answers or actions that are right; the others are drawn from the wrong ones."""
 
 
 class TrainConfig(Section):
     steps: CountOrOff = 100
+    """Updates by RL: each plays `rollout.groups` groups and learns from them. 0 only warms up and evaluates."""
     seed: CountOrOff = 0
+    """Of all that is random: weights of `tiny:` models, order of tasks, sampling."""
     threads: CountOrOff = 0
     """CPU threads of PyTorch; 0 leaves its default."""
     staleness: CountOrOff = 0

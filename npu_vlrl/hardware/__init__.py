@@ -9,7 +9,7 @@ from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.hardware.cuda import CudaPlatform
 from npu_vlrl.hardware.npu import NpuPlatform, load_torch_npu
 
-__all__ = ["PLATFORMS", "VARIABLE", "HardwareError", "Memory", "Peak", "Platform", "Setting", "select"]
+__all__ = ["PLATFORMS", "VARIABLE", "HardwareError", "Memory", "Peak", "Platform", "Setting", "published", "select"]
 
 PLATFORMS: dict[str, type[Platform]] = {"npu": NpuPlatform, "cuda": CudaPlatform, "cpu": CpuPlatform}
 """In the order in which they are tried."""
@@ -34,3 +34,24 @@ def select() -> Platform:
             raise HardwareError(f"{VARIABLE}={wanted}, but {missing}")
         return platform
     return next(platform for platform in (make() for make in PLATFORMS.values()) if platform.missing() is None)
+
+
+def published(name: str) -> tuple[str, Peak]:
+    """The device of that name, or of a name that holds it ("H200", "910B2", "910C"), and its maker's numbers.
+
+    Raises HardwareError for a name that means no device, or several.
+    """
+    known = {device: peak for platform in PLATFORMS.values() for device, peak in platform.peaks.items()}
+    names = {device: {_plain(device), _plain(peak.called)} for device, peak in known.items()}
+    exact = [device for device, called in names.items() if _plain(name) in called]
+    found = exact or [device for device, called in names.items() if any(_plain(name) in one for one in called)]
+    if len(found) != 1 or not _plain(name):
+        listed = ", ".join(peak.called or device for device, peak in known.items())
+        raise HardwareError(
+            f"{name!r} names {len(found) or 'no'} of the devices that are known; choose one of {listed}"
+        )
+    return found[0], known[found[0]]
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -26,9 +26,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Peak:
-    """The maker's published numbers of one device, for utilisation metrics.
+    """The maker's published numbers of one device, for utilisation metrics and estimates.
 
-    Example: `Peak(989e12, 3.35e12, "NVIDIA H100 datasheet")`
+    Example: `Peak(989e12, 3.35e12, "NVIDIA H100 datasheet", 80e9)`
     """
 
     flops: float
@@ -36,6 +36,10 @@ class Peak:
     bandwidth: float
     """Bytes a second to and from the device's memory."""
     source: str
+    memory: float = 0.0
+    """Bytes, a GB counted as 10^9; what the driver lets a process use is a little more. 0 where it is not published."""
+    called: str = ""
+    """What people say for it, where that is another name."""
 
 
 @dataclass(frozen=True)

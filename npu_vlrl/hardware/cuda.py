@@ -34,11 +34,11 @@ class CudaPlatform(Accelerator):
         ),
     }
     peaks = {
-        "NVIDIA A100-SXM4-40GB": Peak(312e12, 1.555e12, "NVIDIA A100 datasheet"),
-        "NVIDIA A100-SXM4-80GB": Peak(312e12, 2.039e12, "NVIDIA A100 datasheet"),
-        "NVIDIA A100 80GB PCIe": Peak(312e12, 1.935e12, "NVIDIA A100 datasheet"),
-        "NVIDIA H100 80GB HBM3": Peak(989e12, 3.35e12, "NVIDIA H100 datasheet, SXM"),
-        "NVIDIA H200": Peak(989e12, 4.8e12, "NVIDIA H200 datasheet, SXM"),
+        "NVIDIA A100-SXM4-40GB": Peak(312e12, 1.555e12, "NVIDIA A100 datasheet", 40e9, "A100-40GB"),
+        "NVIDIA A100-SXM4-80GB": Peak(312e12, 2.039e12, "NVIDIA A100 datasheet", 80e9, "A100-80GB"),
+        "NVIDIA A100 80GB PCIe": Peak(312e12, 1.935e12, "NVIDIA A100 datasheet", 80e9, "A100-PCIe"),
+        "NVIDIA H100 80GB HBM3": Peak(989e12, 3.35e12, "NVIDIA H100 datasheet, SXM", 80e9, "H100"),
+        "NVIDIA H200": Peak(989e12, 4.8e12, "NVIDIA H200 datasheet, SXM", 141e9, "H200"),
     }
 
     def api(self) -> Any:

@@ -63,9 +63,9 @@ class NpuPlatform(Accelerator):
     }
     # Totals; the matrix units alone reach 354e12 (B2, 9392) and 295e12 (B3). A 910C is two devices named 9392.
     peaks = {
-        "Ascend910B2": Peak(376e12, 1.6e12, PEAK_SOURCE),
-        "Ascend910B3": Peak(313e12, 1.6e12, PEAK_SOURCE),
-        "Ascend910_9392": Peak(376e12, 1.6e12, PEAK_SOURCE),
+        "Ascend910B2": Peak(376e12, 1.6e12, PEAK_SOURCE, 64e9),
+        "Ascend910B3": Peak(313e12, 1.6e12, PEAK_SOURCE, 64e9),
+        "Ascend910_9392": Peak(376e12, 1.6e12, PEAK_SOURCE, 64e9, "Ascend910C"),
     }
 
     def api(self) -> Any:

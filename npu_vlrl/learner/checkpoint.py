@@ -104,6 +104,12 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def steps_done(folder: Path) -> int:
+    """Those of the newest complete checkpoint; 0 without one."""
+    newest = latest(folder)
+    return 0 if newest is None else int(newest.name.rpartition("-")[2])
+
+
 class Stored(Mapping[str, Tensor]):
     """Tensors of the files of one name, on the host; each is read when it is asked for."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +61,10 @@ def model_folder(path: str, scratch: Path, seed: int) -> Path:
             raise ConfigError(f"model.path: {error}") from error
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {folder} is not a Hugging Face model folder (it has no config.json)")
+        raise ConfigError(
+            f"model.path: {folder} is not a Hugging Face model folder (it has no config.json); download a model "
+            "there, or name the folder it is in"
+        )
     return folder
 
 
@@ -84,34 +88,40 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
         raise ConfigError(
             f"model.path: {folder} holds a vision-language model but no preprocessor_config.json; add its publisher's"
         )
-    processor = processor if is_vision_model else None
     if processor is not None:
-        limits: dict[str, Any] = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
-        with _explained("model.min_pixels and model.max_pixels, with those of the folder where one is not set"):
-            processor = dataclasses.replace(
-                processor,
-                position_scale=POSITION_SCALES.get(model.config.model_type),
-                **{k: v for k, v in limits.items() if v is not None},
-            )
-    if config.freeze_vision and is_vision_model:
-        model.model.visual.requires_grad_(False)
-    if config.lora is not None:
-        model = _add_adapter(model, config.lora)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        processor = dataclasses.replace(processor, position_scale=POSITION_SCALES.get(model.config.model_type))
+    model = arranged(model, config)
     merge = processor.merge_size if processor is not None else 2
     with _explained("model.path"):
         special = special_tokens(tokenizer, with_images=is_vision_model, owner=str(folder))
     return LoadedModel(Policy(model, special, len(tokenizer), merge), tokenizer, processor, folder)
 
 
+def arranged(model: Any, config: ModelConfig) -> Any:
+    """The model with what is frozen, added and recomputed in it as configured."""
+    if config.freeze_vision and model.config.model_type in VISION_MODELS:
+        model.model.visual.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer transformers call it activation checkpointing
+        if config.lora is not None:
+            model = _add_adapter(model, config.lora)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
 def load_processor(config: ModelConfig, folder: Path) -> ImageProcessor | None:
     """A folder's image processor within the configured limits; None for a folder without one. Raises ConfigError."""
     with _explained(f"model.path: cannot read {folder}"):
         processor = ImageProcessor.from_folder(folder)
+    return processor and limited(processor, config)
+
+
+def limited(processor: ImageProcessor, config: ModelConfig) -> ImageProcessor:
+    """The processor within the configured limits. Raises ConfigError."""
     limits: dict[str, Any] = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
     with _explained("model.min_pixels and model.max_pixels, with those of the folder where one is not set"):
-        return processor and dataclasses.replace(processor, **{k: v for k, v in limits.items() if v is not None})
+        return dataclasses.replace(processor, **{k: v for k, v in limits.items() if v is not None})
 
 
 def replace_weights(policy: Policy, folder: Path) -> None:
@@ -139,10 +149,12 @@ def load_weights(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def outline(folder: Path, dtype: torch.dtype) -> Any:
-    """The transformers model of a folder without its weights, on the device `meta`. Raises ConfigError."""
+def outline(folder: Path, dtype: torch.dtype, device: str | torch.device = "meta") -> Any:
+    """The transformers model of a folder without its weights, on the device `meta`; with random ones on another. Raises
+    ConfigError.
+    """
     settings, family = _family(folder)
-    with torch.device("meta"):
+    with torch.device(device):
         return family.from_config(settings, dtype=dtype)
 
 

@@ -1,15 +1,19 @@
-"""What a person sees while a run goes on: a progress bar in a terminal, plain lines in a log file."""
+"""What a person sees while a run goes on: a dashboard at the bottom of a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from npu_vlrl.report.dashboard import Dashboard
 from npu_vlrl.types import SegmentKind, Trajectory
 
 SHOWN = ("reward", "first_try_accuracy", "solved", "turns", "entropy", "kl", "logprob_gap", "update/mfu", "seconds")
@@ -18,37 +22,38 @@ SHOWN = ("reward", "first_try_accuracy", "solved", "turns", "entropy", "kl", "lo
 class ConsoleReport:
     """Progress and trajectories on standard output."""
 
-    def __init__(self, steps: int) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
-        self.progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._steps = steps
-        self._task = self.progress.add_task("training", total=steps, note="")
+    def __init__(self, steps: int, log_every: int = 1) -> None:
+        self.console = Console(file=cast(IO[str], _MayGoAway(sys.stdout)), highlight=False, soft_wrap=True)
+        self._steps, self._log_every = steps, log_every
+        self._dashboard = Dashboard(steps)
+        self._live: Live | None = None
+        if steps and self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(self._dashboard, console=self.console, refresh_per_second=2, vertical_overflow="crop")
 
     def __enter__(self) -> ConsoleReport:
-        self.progress.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def line(self, text: str) -> None:
         """Plain text: markup in it has no effect, and control characters are spelt out."""
         self.console.print(Text(printable(text)))
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        notes = [f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics]
-        self.progress.update(self._task, completed=step, note="  ".join(notes[:2]))  # a bar must fit on one line
-        if not self.console.is_terminal:
-            self.line(f"step {step}/{self._steps}  " + "  ".join(notes))
+    def trouble(self, text: str) -> None:
+        """Something that does not end the run, and that a person should know."""
+        self._dashboard.trouble(printable(text).replace("\n", " "))
+        self.line(text)
+
+    def step(self, done: int, metrics: Mapping[str, float], trajectory: Trajectory | None = None) -> None:
+        """After each step: `done` of them are, and `trajectory` is one of the last, where any was played."""
+        self._dashboard.step(done, metrics, trajectory)
+        if self._live is None and done % self._log_every == 0:
+            notes = [f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics]
+            self.line(f"step {done}/{self._steps}  " + "  ".join(notes))
 
     def trajectory(self, trajectory: Trajectory) -> None:
         """One episode, readable: who said what, and what it earned."""
@@ -86,6 +91,7 @@ class ConsoleReport:
 
     def evaluation(self, name: str, results: Mapping[str, Mapping[str, float]]) -> None:
         """One row for each data source, and one for all of them."""
+        self._dashboard.evaluation(name, results["all"])
         table = Table(title=f"evaluation: {name}")
         columns = list(results["all"])
         for column in ("data source", *columns):
@@ -94,6 +100,39 @@ class ConsoleReport:
             cells = [f"{values[c]:.0f}" if c == "tasks" else f"{values[c]:.3f}" for c in columns]
             table.add_row(Text(printable(source)), *cells)
         self.console.print(table)
+
+
+class _MayGoAway:
+    """Standard output for as long as there is one: a run does not end with the terminal or the pipe that shows it.
+
+    What its encoding lacks is spelt out.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.isatty, self.fileno = file.isatty, file.fileno
+        self.encoding = file.encoding
+
+    def write(self, text: str) -> int:
+        if self.encoding is not None:  # None for a file in memory, which takes everything
+            text = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+        try:
+            return self._file.write(text)
+        except OSError:
+            return self._go_away()
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            self._go_away()
+
+    def _go_away(self) -> int:
+        """What is still to be written goes nowhere; Python would fail on it at its end."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._file.fileno())
+        os.close(nowhere)
+        return 0
 
 
 def printable(text: str) -> str:

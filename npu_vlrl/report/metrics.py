@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Trajectory
 
+FIRST_TURNS = 8
+"""Turns whose lengths are told one by one: an episode of a game may have a hundred."""
+
 
 def rollout_metrics(trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over trajectories, over turns, or over samples; shares are in 0..1, lengths in tokens."""
+    """Means over trajectories, over turns, or over samples; shares are in 0..1, lengths in tokens.
+
+    `action_tokens/turnK` is the mean over the trajectories that have a K-th turn; it is absent where none has.
+    """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     rewards = np.array([sample.reward for sample in samples])
     groups: dict[str, set[float]] = {}
@@ -25,6 +31,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], samples: Sequence[Sample
         "tool_calls": sum(len(turn.tool_calls) for turn in turns) / len(trajectories),
         "tool_errors": sum(result.error for turn in turns for result in turn.tool_results) / len(trajectories),
         "action_tokens": sum(len(turn.action) for turn in turns) / max(1, len(turns)),
+        "response_tokens": sum(len(turn.action) for turn in turns) / len(trajectories),
+        **_lengths_by_turn(trajectories),
         "sample_tokens": float(np.mean([len(sample) for sample in samples])),
         "cut_turns": _share(turn.action.stop_reason is not StopReason.END_OF_TURN for turn in turns),
         "judge_errors": float(sum(turn.judge_error is not None for turn in turns)),
@@ -32,6 +40,20 @@ def rollout_metrics(trajectories: Sequence[Trajectory], samples: Sequence[Sample
         "groups_without_spread": _share(len(values) == 1 for values in groups.values()),
         **{f"status/{s.value}": _share(t.status is s for t in trajectories) for s in EpisodeStatus},
     }
+
+
+def throughput(trajectories: Sequence[Trajectory], seconds: float) -> Mapping[str, float]:
+    """What a whole step of `seconds` brought: sampled tokens and trajectories of its groups for each second."""
+    tokens = sum(len(turn.action) for trajectory in trajectories for turn in trajectory.turns)
+    return {"sampled_tokens_per_second": tokens / seconds, "trajectories_per_second": len(trajectories) / seconds}
+
+
+def _lengths_by_turn(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    lengths: dict[str, list[int]] = {}
+    for trajectory in trajectories:
+        for number, turn in enumerate(trajectory.turns[:FIRST_TURNS], start=1):
+            lengths.setdefault(f"action_tokens/turn{number}", []).append(len(turn.action))
+    return {name: float(np.mean(lengths[name])) for name in sorted(lengths)}
 
 
 def _share(flags: object) -> float:

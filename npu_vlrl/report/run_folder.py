@@ -25,6 +25,10 @@ FREE: Any = {"run": True, "sync": True, "ray": True, "train": {"steps", "learner
 """What may be another when a run goes on: where it writes, and how its work is shared out."""
 
 
+BEFORE = {"model", "sinks.json", "tensorboard", "wandb", "swanlab"}
+"""What may be in a folder before it is a run's: its model is made, and its sinks begin, before all else is ready."""
+
+
 class RunFolder:
     """Looks at `run.dir` and writes nothing before `begin`.
 
@@ -38,7 +42,7 @@ class RunFolder:
         self.resumed = (self.path / "config.yaml").is_file()
         if self.resumed:
             self._check_resumable(config)
-        elif self.path.exists() and (not self.path.is_dir() or any(p.name != "model" for p in self.path.iterdir())):
+        elif self.path.exists() and (not self.path.is_dir() or any(p.name not in BEFORE for p in self.path.iterdir())):
             raise ConfigError(f"run.dir: {self.path} exists and is not a run folder; choose another with run.dir=…")
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
@@ -102,7 +106,10 @@ class RunFolder:
         before, now = (c.model_dump(exclude=FREE) for c in (load_config(self.path / "config.yaml"), config))
         changed = [f"{s}.{k}" for s in now for k in (now[s] or {}) if now[s][k] != (before[s] or {}).get(k)]
         if changed:
-            raise ConfigError(f"run.dir: {self.path} was configured differently in {', '.join(changed)}; cannot resume")
+            raise ConfigError(
+                f"run.dir: {self.path} was configured differently in {', '.join(changed)}; cannot resume: take that "
+                "back, or begin another run with another run.dir"
+            )
 
 
 def versions() -> dict[str, str]:
@@ -179,7 +186,7 @@ def _segment_record(segment: Segment) -> dict[str, Any]:
         record["images"] = [{"hash": i.image.hash, "grid": i.grid} for i in segment.images]
     if segment.stop_reason is not None:
         record |= {
-            "logprobs": [round(value, 6) for value in segment.logprobs],
+            "logprobs": [float(f"{value:.9g}") for value in segment.logprobs],  # float32, exactly
             "weight_versions": segment.weight_versions,
             "stop_reason": segment.stop_reason.value,
             "reward": segment.reward,

@@ -84,7 +84,7 @@ def test_two_scripts_at_once_set_up_once(checkout: Checkout) -> None:
     [
         (["--config", "configs/geo3k_tiny.yaml"], "geo3k_tiny"),
         (["train.steps=1", "--config=elsewhere/mine.yaml"], "mine"),
-        (["--config", "a.yaml", "--config", "b.yaml"], "b"),
+        (["--config", "tasks/a.yaml", "--config", "models/b.yaml"], "a"),
     ],
 )
 def test_the_new_folder_is_named_after_the_configuration(checkout: Checkout, arguments: list[str], name: str) -> None:
@@ -139,6 +139,15 @@ def test_chosen_tests_run_without_the_checks(checkout: Checkout) -> None:
     _, asked, *_ = checkout.run("test.sh")
     assert [" ".join(line.split()[1:3]) for line in asked] == ["ruff check", "ruff format", "mypy", "pytest -q"]
     assert "--cov-fail-under=90" in asked[-1]
+
+
+def test_the_sinks_have_a_folder_of_their_own_packages(checkout: Checkout) -> None:
+    _, asked, *_ = checkout.run("test.sh", "--sinks", "-x")
+    assert asked[0] == "-m venv --clear .venv"
+    assert asked[-2:] == [
+        "-m pip install -qq --disable-pip-version-check -r requirements-sinks.txt --upgrade --target .venv/sinks",
+        "-m pytest tests/sinks -q -x",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -214,10 +223,8 @@ def test_the_other_torch_comes_with_the_pins_of_an_ascend_host(checkout: Checkou
 
 
 @pytest.mark.parametrize("words", [["--run-dir", "b"], ["run.dir=b"]])
-def test_the_last_configuration_and_folder_win(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The scripts put their own `--config` and `--run-dir` first and rely on this."""
-    default, mine = (str(ROOT / "configs" / name) for name in ("photo_tiny.yaml", "geo3k_tiny.yaml"))
-    assert main(["config", "--config", default, "--run-dir", "a", "--config", mine, *words]) == 0
-    shown = capsys.readouterr().out
-    assert "path: runs/data/geo3k/train.parquet" in shown
-    assert "  dir: b\n" in shown
+def test_the_last_folder_wins(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The scripts put their own `--run-dir` first and rely on this."""
+    config = str(ROOT / "configs" / "geo3k_tiny.yaml")
+    assert main(["config", "--run-dir", "a", "--config", config, *words]) == 0
+    assert "  dir: b\n" in capsys.readouterr().out

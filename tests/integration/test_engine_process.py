@@ -72,7 +72,7 @@ def recorded(run: Path) -> list[dict[str, Any]]:
     """Each line of metrics without clocks, memory and what is sent."""
     clocks = {"seconds", "rollout_seconds", "peak_memory_gib", "sync/bytes", "sync/seconds"}
     assert clocks - {"sync/bytes", "sync/seconds"} <= set(REPEATS)
-    clocks |= {name for name in REPEATS if name.startswith("update/")}
+    clocks |= {name for name in REPEATS if name.startswith("update/") or name.endswith("_per_second")}
     return [{k: v for k, v in line.items() if k not in clocks} for line in lines(run, "metrics.jsonl")]
 
 

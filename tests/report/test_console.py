@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from npu_vlrl.report.console import ConsoleReport, printable
 from npu_vlrl.types import EpisodeStatus, Trajectory, Verdict
@@ -44,19 +47,39 @@ def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_steps_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with ConsoleReport(10) as report:
-        report.step(4, {"reward": 0.5, "seconds": 1.25, "unknown": 9.0})
+    with ConsoleReport(10, log_every=2) as report:
+        for done in (3, 4, 5):
+            report.step(done, {"reward": 0.5, "seconds": 1.25, "unknown": 9.0}, episode())
     assert shown(capsys).rstrip() == "step 4/10  reward 0.5  seconds 1.25"
 
 
-def test_steps_move_the_bar_of_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = Console(force_terminal=True, width=200)
-    monkeypatch.setattr("npu_vlrl.report.console.Console", lambda **_: terminal)
-    with ConsoleReport(10) as report:
-        report.step(4, {"reward": 0.5})
-        assert report.progress.tasks[0].completed == 4
-    out = shown(capsys)
-    assert "4/10" in out and "reward 0.5" in out and "step 4/10" not in out
+def test_a_run_does_not_end_with_the_pipe_that_shows_it() -> None:
+    """Nor does Python complain at its end. Without the care that is taken it ends in silence."""
+    code = """
+import os, sys
+from npu_vlrl.report.console import ConsoleReport
+if sys.argv[1] == "careless":
+    import npu_vlrl.report.console as console
+    console._MayGoAway = lambda file: file
+report = ConsoleReport(1)
+for _ in range(3):
+    report.line("x" * 100_000)
+os.write(2, b"trained")
+"""
+    for care, expected in (("careful", (0, b"trained")), ("careless", (1, b""))):
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, "-c", code, care]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+        os.close(write)
+        assert (done.returncode, done.stderr) == expected
+
+
+def test_letters_that_the_output_lacks_are_spelt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    ConsoleReport(1).line("é 中")
+    assert raw.getvalue() == b"\\xe9 \\u4e2d\n"
 
 
 def episode() -> Trajectory:
@@ -101,11 +124,13 @@ def test_long_texts_are_cut_and_say_so(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     report = ConsoleReport(1)
-    shares = {"tasks": 12, "accuracy": 0.25}
+    shares = {"tasks": 12, "accuracy": 0.25, "after_retries": 0.5}
     report.evaluation("final, step 3", {"a[red]b\x1b[2J": shares, "all": shares})
     rows = shown(capsys).splitlines()
     assert "evaluation: final, step 3" in rows[0]
-    assert ["a[red]b\\x1b[2J", "12", "0.250"] in [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows]
+    assert ["a[red]b\\x1b[2J", "12", "0.250", "0.500"] in [
+        [cell.strip() for cell in row.split("│")[1:-1]] for row in rows
+    ]
     report.summary({"baseline": {"accuracy": 0.25}, "final": {"accuracy": 1.0}}, Path("x"))
     out = shown(capsys)
     assert ["accuracy", "0.250", "1.000"] in [[c.strip() for c in row.split("│")[1:-1]] for row in out.splitlines()]

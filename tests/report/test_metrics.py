@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from npu_vlrl.report.evaluated import means_by_source
-from npu_vlrl.report.metrics import rollout_metrics
+from npu_vlrl.report.metrics import FIRST_TURNS, rollout_metrics, throughput
 from npu_vlrl.report.results import task_result
 from npu_vlrl.report.run_folder import trajectory_record
 from npu_vlrl.types import EpisodeStatus, JudgeError, StopReason, Trajectory, Verdict
@@ -40,6 +40,11 @@ def test_by_hand() -> None:
     metrics = rollout_metrics(trajectories, samples)
     said = [LOOK, LOOK, "up", "down", "up", "a", "a", "a", "a"]
     tokens = sum(len(encode(text)) + 1 for text in said) + len(encode("abc")) + len(encode("a"))
+
+    def n(text: str) -> int:
+        """With the token that ends a turn; the two that were cut have none."""
+        return len(encode(text)) + 1
+
     expected = {
         "reward": 0.1875,
         "reward_std": (((0.0625**2) + (0.3125**2) + 2 * 0.1875**2) / 4) ** 0.5,
@@ -49,6 +54,10 @@ def test_by_hand() -> None:
         "tool_calls": 0.5,
         "tool_errors": 0.25,
         "action_tokens": tokens / 11,
+        "response_tokens": tokens / 4,
+        "action_tokens/turn1": (n(LOOK) + n("down") + n("abc") - 1 + n("a")) / 4,
+        "action_tokens/turn2": (n(LOOK) + n("up") + n("a") - 1 + n("a")) / 4,
+        "action_tokens/turn3": (n("up") + n("a") + n("a")) / 3,  # one episode was over before
         "sample_tokens": sum(map(len, samples)) / 4,
         "cut_turns": 2 / 11,
         "judge_errors": 1.0,
@@ -108,3 +117,16 @@ def test_the_reward_of_an_evaluation_is_the_one_that_is_trained(mode: Any, first
     for played, reward in ((looked, first), (guessed, second)):
         assert by_source([played], mode, 0.5)["all"]["reward"] == pytest.approx(reward)
         assert [sample.reward for sample in export([played], "concat", mode, 0.5, "tiny")] == [pytest.approx(reward)]
+
+
+def test_throughput_counts_what_was_sampled_by_the_seconds_of_a_step() -> None:
+    done = [episode(0, "a", ["down", "up"], WRONG, RIGHT), episode(1, "a", ["up"], RIGHT)]
+    sampled = sum(len(encode(text)) + 1 for text in ("down", "up", "up"))
+    assert throughput(done, 0.5) == {"sampled_tokens_per_second": sampled * 2, "trajectories_per_second": 4.0}
+
+
+def test_only_the_first_turns_are_told_one_by_one() -> None:
+    done = episode(0, "a", ["a"], RIGHT)
+    long = dataclasses.replace(done, turns=done.turns * (FIRST_TURNS + 1))
+    told = [name for name in rollout_metrics([long], export([done], "concat", "sum", 1.0, "tiny")) if "/turn" in name]
+    assert told == [f"action_tokens/turn{k + 1}" for k in range(FIRST_TURNS)]

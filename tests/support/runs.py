@@ -37,6 +37,8 @@ run: {checkpoint_every: 1, show_every: 0}
 REPEATS = (
     "seconds",
     "rollout_seconds",
+    "sampled_tokens_per_second",
+    "trajectories_per_second",
     "peak_memory_gib",
     "images_referenced",
     "images_encoded",

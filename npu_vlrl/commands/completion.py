@@ -1,0 +1,73 @@
+"""`npu-vlrl completion`: what a shell needs to complete commands, options and configuration keys."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from importlib import import_module
+
+from npu_vlrl.commands.options import Commands
+from npu_vlrl.config import ConfigError, sections
+
+KEYS = {
+    "bash": """
+_npu_vlrl_keys() {
+  compgen -W "%s" -- "$1"
+}
+""",
+    "zsh": """
+_npu_vlrl_keys() {
+  local -a keys=(%s)
+  compadd -S '' -a keys
+}
+""",
+}
+"""Shell functions that complete overrides: keys, each with the sign that its value follows."""
+
+USES = {"bash": 'in .bashrc: eval "$(npu-vlrl completion bash)"', "zsh": "in a file _npu-vlrl of a folder in fpath"}
+
+BASH_END = """
+_npu_vlrl() {
+  _shtab_npu_vlrl
+  [[ ${COMPREPLY[*]} != *= ]] || compopt -o nospace
+}
+complete -o bashdefault -F _npu_vlrl npu-vlrl
+"""
+"""The value of a key follows at once."""
+
+PATHS = {"FILE": "FILE", "DIR": "DIRECTORY", "RUN": "DIRECTORY"}
+"""What shtab calls that which the help of an option calls so."""
+
+
+def add(commands: Commands) -> None:
+    command = commands.add_parser("completion", help="print what a shell needs to complete words of this program")
+    shells = command.add_subparsers(required=True, metavar="SHELL")
+    for shell, use in USES.items():
+        shells.add_parser(shell, help=use).set_defaults(run=_completion, shell=shell)
+
+
+def _completion(options: argparse.Namespace) -> None:
+    try:
+        shtab = import_module("shtab")
+    except ImportError as error:
+        raise ConfigError("completion needs another package: pip install shtab==1.13.0") from error
+    for action in _actions(options.parser):
+        if action.dest == "overrides":
+            action.complete = dict.fromkeys(KEYS, "_npu_vlrl_keys")  # type: ignore[attr-defined]
+        elif isinstance(action.metavar, str) and action.metavar in PATHS:
+            action.complete = getattr(shtab, PATHS[action.metavar])  # type: ignore[attr-defined]
+    keys = " ".join(f"{key}=" for key, _ in sections())
+    preamble = {shell: text % keys for shell, text in KEYS.items()}
+    print(
+        shtab.complete(options.parser, options.shell, preamble=preamble) + (BASH_END if options.shell == "bash" else "")
+    )
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Of all commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)
+        else:
+            yield action

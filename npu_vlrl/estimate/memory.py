@@ -1,0 +1,356 @@
+"""How much memory of a device an update and a rollout take, item by item.
+
+What an update has in memory changes all the time, so it is followed: forward each part of the model (blocks of the
+tower, embedding, layers, head) leaves behind what its backward pass needs; backward, part by part from the end, that is
+given up and the gradients of the part's weights are there instead. The peak is the moment at which most is there. What
+a part leaves behind is counted from its definition, as the fused implementations of the platforms compute it.
+
+Letters as in the kernels: T tokens, N scored ones, P patches; H hidden width, I inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from npu_vlrl.model.policy import Policy
+from npu_vlrl.types import ImageInput
+
+Parts = Mapping[str, float]
+"""Bytes by what they are for."""
+
+LIBRARIES = 1.0e9
+"""Bytes that the driver's context and the libraries' workspaces take. PyTorch's allocator does not count them."""
+
+LOGIT_COPIES = 18
+"""Bytes of each logit while tokens are drawn: the product in 16 bits, and four steps of float32."""
+
+KEPT = "keys and values between turns"
+
+GRADIENT_OF_LOGITS = 2**27
+"""Bytes of the logits' gradient that exist at a time in the fused backward pass."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What goes through the model in one micro-batch."""
+
+    tokens: int
+    """Distinct ones, through the layers."""
+    path: int
+    """Keys that are gathered: for each run of tokens all that its last one sees."""
+    pairs: int
+    """Of a token and one that it sees."""
+    scored: int
+    images: Sequence[ImageInput] = ()
+    """Distinct ones."""
+
+    @property
+    def patches(self) -> int:
+        return sum(image.grid[0] * image.grid[1] * image.grid[2] for image in self.images)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What an engine holds at the fullest moment of a step."""
+
+    rows: int
+    """Turns that are decoded together."""
+    room: int
+    """Tokens that each of them has room for."""
+    kept: int = 0
+    """Tokens whose keys and values are kept when the last turn has ended, of all episodes together."""
+    kept_before: int = 0
+    """The same before that turn, which are there until it has ended."""
+    prefill: int = 0
+    """Tokens that are read together."""
+    patches: int = 0
+    """Patches that go through the tower together."""
+    image_tokens: int = 0
+    """Of all distinct pictures of a step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the work is shared out."""
+
+    learners: int = 1
+    """0: the process only samples."""
+    shard: bool = False
+    offload: bool = False
+    reference: bool = False
+    """KL is measured against a policy of its own; an adapter's needs no copy."""
+    separate_critic: bool = False
+    feature_bytes: int = 0
+    cache_bytes: int = 2**34
+    vllm: bool = False
+    """The engine is vLLM: it takes all it may have for keys and values, and beside a learner has weights of its own."""
+    split: int = 1
+    """Devices that a process which only samples splits the model over."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is in memory at one moment."""
+
+    name: str
+    parts: Parts
+
+    @property
+    def total(self) -> float:
+        """Bytes, as PyTorch's allocator counts them."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A block of the tower, a layer, or the head, in one micro-batch; bytes."""
+
+    kind: str
+    saved: float
+    """Left behind by the forward pass for the backward pass."""
+    working: float
+    """More while its backward pass runs: what is computed again, and gradients of activations."""
+    gradient: float
+    """Of its trained weights."""
+
+
+@dataclass
+class MemoryModel:
+    """The bytes that a policy's weights and passes take."""
+
+    policy: Policy
+    plan: Plan = field(default_factory=Plan)
+
+    def __post_init__(self) -> None:
+        self._item = self.policy.dtype.itemsize
+        self._settings: Any = self.policy.text.config
+        self._ranks = self.plan.learners if self.plan.shard else 1
+        self._embedding: Tensor = self.policy.base.get_input_embeddings().weight
+        head = self.policy.head_weight
+        self._tied = head is self._embedding
+
+    # --- what is always there ---
+
+    def base(self) -> dict[str, float]:
+        """Weights, and what the optimiser keeps from its first step on."""
+        plan, policy = self.plan, self.policy
+        trained, tower = list(policy.trainable().values()), _parameters(policy.vision)
+        everything = _bytes(policy.model.parameters())
+        if not plan.learners:
+            return {"weights": everything / plan.split}
+        parts = {"weights": everything}
+        if plan.shard:  # beside the whole policy, which engines read, its part of the one that learns
+            frozen = [p for p in policy.model.parameters() if not p.requires_grad]
+            shared = {id(p) for p in tower if not p.requires_grad}
+            parts["weights of the divided policy"] = _bytes(p for p in frozen if id(p) not in shared) / self._ranks
+            # what is gathered for a whole micro-batch, and two layers: one computes, the next is fetched
+            root = _bytes([self._embedding] if self._tied else [self._embedding, policy.head_weight])
+            parts["gathered weights"] = root + 2 * _bytes(policy.text.layers[0].parameters())
+        on_device = 0.0 if plan.offload else 1 / self._ranks
+        counts = _count(trained)
+        narrow = _count(p for p in trained if p.dtype.itemsize < 4)
+        if plan.shard:  # rows in float32 are the weights that learn
+            parts["masters"] = 4.0 * counts * on_device
+        else:
+            parts["masters"] = 4.0 * narrow
+        parts["moments"] = 8.0 * counts * on_device
+        own_tower = [p for p in tower if p.requires_grad]
+        copied = everything - (0.0 if own_tower else _bytes(tower))
+        if plan.reference and not policy.has_adapter:
+            parts["reference"] = copied / self._ranks
+        if plan.separate_critic:
+            parts["critic"] = copied / (self._ranks if plan.shard else 1) + 16.0 * counts * on_device
+        if plan.vllm:
+            parts["engine's copy"] = everything
+        return {name: size for name, size in parts.items() if size}
+
+    # --- an update ---
+
+    def update(self, passes: Sequence[Pass], resident: Parts | None = None) -> Moment:
+        """The fullest moment of an update of these micro-batches, in their order. `resident`: what else is there."""
+        base = self.base() | dict(resident or {})
+        fullest = Moment("before the update", base)
+        for number, one in enumerate(passes):
+            if number > 1 and one is passes[number - 1]:
+                continue
+            parts = self._parts(one)
+            # a critic of its own comes after the policy's backward pass
+            complete = sum(part.gradient for part in parts) if number or self.plan.separate_critic else 0.0
+            fresh = 0.0
+            for index in reversed(range(len(parts))):
+                part = parts[index]
+                fresh += part.gradient
+                alive = _by_kind(parts[: index + 1])
+                alive[part.kind] = alive.get(part.kind, 0.0) + part.working
+                waiting = self._waiting_gradient() if any(p.kind == "embedding" for p in parts[:index]) else 0.0
+                alive["gradients"] = (complete or fresh) + waiting
+                moment = Moment(f"update, in {part.kind}", base | alive)
+                fullest = max(fullest, moment, key=lambda found: found.total)
+        return fullest
+
+    def _parts(self, one: Pass) -> list[_Part]:
+        policy = self.policy
+        parts = []
+        if policy.vision is not None and not policy.vision_is_frozen and one.patches:
+            parts += self._tower(one.patches)
+        if self._embedding.requires_grad:
+            whole = float(self._embedding.numel() * self._item)
+            parts.append(_Part("embedding", 0.0, whole, 4.0 * self._embedding.numel() * self._kept_gradients))
+        saved, working = self.saved_by_layer(one), self._layer_backward(one)
+        for layer in policy.text.layers:
+            parts.append(self._part("layers", layer, saved, working, one.tokens * self._hidden * self._item))
+        parts.append(self._head(one))
+        return parts
+
+    def _part(self, kind: str, module: nn.Module, saved: float, working: float, entry: float) -> _Part:
+        if getattr(module, "gradient_checkpointing", False):
+            saved, working = entry, saved + working
+        trained = [p for p in module.parameters() if p.requires_grad]
+        gradient = 4.0 * _count(trained)
+        if self.plan.shard:  # whole ones exist until they are added up over the ranks
+            working += (4.0 + self._item) * _count(trained)
+        return _Part(kind, saved, working, gradient * self._kept_gradients)
+
+    @property
+    def _kept_gradients(self) -> float:
+        return 0.0 if self.plan.offload else 1 / self._ranks
+
+    @property
+    def _hidden(self) -> int:
+        return self._settings.hidden_size
+
+    def saved_by_layer(self, one: Pass) -> float:
+        """Bytes that a decoder layer leaves behind for its backward pass.
+
+        Both norms keep their input and give theirs to products, which keep it where their weight is trained. Attention
+        keeps rotated queries and keys, values, its output, and a float32 a head; norms of queries and keys keep what
+        they were given. SwiGLU keeps both of its inputs, and the last product the result. Adapters are in float32, and
+        each keeps a copy of its input in that.
+        """
+        hidden, inner, (_, key_heads, width) = self._hidden, self._settings.intermediate_size, self.policy.kv_shape
+        heads = self._settings.num_attention_heads
+        layer = self.policy.text.layers[0]
+        elements = 2 * hidden + 2 * heads * width + 2 * inner
+        if hasattr(layer.self_attn, "q_norm"):
+            elements += (heads + key_heads) * width
+        adapters = [m for m in layer.modules() if hasattr(m, "lora_A")]
+        copies = adapters if self._item < 4 else []  # what is in float32 already need not be copied
+        if not copies:
+            elements += 2 * hidden + inner
+        adapted = 4 * sum(next(iter(module.r.values())) for module in adapters)
+        adapted += 4 * sum(module.in_features for module in copies)
+        keys = 2 * key_heads * width * self._item
+        return one.tokens * (elements * self._item + 4 * heads + adapted) + one.path * keys
+
+    def _layer_backward(self, one: Pass) -> float:
+        """Gradients of a layer's activations. Those of SwiGLU's inputs and output are the largest; with an adapter in
+        float32, those of the last product's input: by the adapter, the same in 16 bits, and by the weight.
+        """
+        item = self._item
+        adapted = self.policy.has_adapter and item < 4
+        inner = (4 + 2 * item if adapted else 3 * item) * self._settings.intermediate_size
+        return one.tokens * (inner + 2 * self._hidden * item)
+
+    def _head(self, one: Pass) -> _Part:
+        """The last norm, and the scores of tokens, whose logits never exist at once."""
+        hidden, item = self._hidden, self._item
+        saved = (2 * one.tokens + one.scored) * hidden * item
+        head = self.policy.head_weight
+        trained = head.numel() if head.requires_grad else 0
+        working = one.scored * hidden * (4 + item) + one.tokens * hidden * item + GRADIENT_OF_LOGITS + item * trained
+        return _Part("head", saved, working, 0.0 if self._tied else 4.0 * trained * self._kept_gradients)
+
+    def _waiting_gradient(self) -> float:
+        """Of a head that is the embedding, too: its gradient in 16 bits waits for that of the embedding."""
+        waits = self._tied and self._embedding.requires_grad
+        return float(self._item * self._embedding.numel()) if waits else 0.0
+
+    def saved_by_block(self, patches: int) -> float:
+        """Bytes that a block of the tower leaves behind: both norms' inputs and outputs, the product that queries, keys
+        and values come from, the rotated ones, attention's output and a float32 a head, and what its MLP needs.
+        """
+        settings = self.policy.vision.config
+        gated = hasattr(self.policy.vision.blocks[0].mlp, "gate_proj")
+        elements = 10 * settings.hidden_size + (3 if gated else 2) * settings.intermediate_size
+        statistics = 0 if gated else 16  # the towers without a gate have LayerNorm, which keeps mean and deviation
+        return patches * (elements * self._item + 4 * settings.num_heads + statistics)
+
+    def _tower(self, patches: int) -> list[_Part]:
+        tower, item = self.policy.vision, self._item
+        entry = patches * tower.config.hidden_size * item
+        working = patches * 3 * tower.config.intermediate_size * item
+        saved = self.saved_by_block(patches)
+        blocks = [self._part("vision tower", block, saved, working, entry) for block in tower.blocks]
+        pixels = tower.patch_embed.proj.weight[0].numel()
+        embed = 4.0 * _count(tower.patch_embed.parameters()) * self._kept_gradients
+        first = _Part("vision tower", patches * pixels * (4 + item), 0.0, embed)
+        mergers = [p for name, p in tower.named_parameters() if "merger" in name]
+        last = _Part("vision tower", 3 * entry, 2 * entry, 4.0 * _count(mergers) * self._kept_gradients)
+        return [first, *blocks, last]
+
+    # --- a rollout ---
+
+    def rollout(self, play: Rollout) -> Moment:
+        """The fullest moment of sampling: the last turn is read, or it has ended and its keys and values are kept."""
+        there = self.base() | self.cache(play) | self.features(play)
+        before, after = (min(self.plan.cache_bytes, n * self.kv_bytes) for n in (play.kept_before, play.kept))
+        if self.plan.vllm:  # keeps them among those that it has
+            before = after = 0
+        hidden, inner = self._hidden, self._settings.intermediate_size
+        reading = play.prefill * (3 * hidden + 3 * inner) * self._item
+        seeing = 0.0
+        if self.policy.vision is not None:
+            settings = self.policy.vision.config
+            pixels = self.policy.vision.patch_embed.proj.weight[0].numel()
+            seeing = play.patches * (
+                (7 * settings.hidden_size + settings.intermediate_size) * self._item + pixels * (4 + self._item)
+            )
+        drawing = play.rows * self._settings.vocab_size * LOGIT_COPIES
+        moments = [
+            Moment("rollout", there | {KEPT: before, "work of the engine": max(reading, seeing) + drawing}),
+            Moment("rollout", there | {KEPT: before + after, "work of the engine": drawing}),
+        ]
+        return max(moments, key=lambda moment: moment.total)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token."""
+        layers, heads, width = self.policy.kv_shape
+        return 2 * layers * heads * width * self._item
+
+    def cache(self, play: Rollout) -> dict[str, float]:
+        """Keys and values of the rows that are decoded together: they stay where they are during an update."""
+        if self.plan.vllm:  # takes all it may have at the start
+            return {"keys and values": float(self.plan.cache_bytes)}
+        rows = max(1, min(play.rows, self.plan.cache_bytes // max(1, play.room * self.kv_bytes)))
+        return {"keys and values": float(rows * play.room * self.kv_bytes)}
+
+    def features(self, play: Rollout) -> dict[str, float]:
+        """Kept vision features."""
+        settings = getattr(self.policy.vision, "config", None)
+        deep = len(getattr(settings, "deepstack_visual_indexes", ()) or ())
+        size = play.image_tokens * self._hidden * (1 + deep) * self._item
+        return {"vision features": float(min(self.plan.feature_bytes, size))} if size else {}
+
+
+def _by_kind(parts: Iterable[_Part]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        found[part.kind] = found.get(part.kind, 0.0) + part.saved
+    return found
+
+
+def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
+    return [] if module is None else list(module.parameters())
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+def _bytes(parameters: Iterable[Tensor]) -> float:
+    return float(sum(p.numel() * p.element_size() for p in parameters))

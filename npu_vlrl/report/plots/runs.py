@@ -1,0 +1,135 @@
+"""Run folders as numbers to draw: runs that differ in nothing but the seed belong together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import yaml
+
+from npu_vlrl.config import ConfigError, load_config
+
+SEED = "train.seed"
+_MAX_DIFFERENCES = 3
+"""A name tells no more; runs that differ in more keys are called by their folders."""
+
+Points = dict[int, float]
+"""Values by step. A step that is not there has none."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Example: `read_run(Path("runs/arrow_tiny")).points("reward")` is `{0: 0.31, 1: 0.33}`."""
+
+    folder: Path
+    config: dict[str, Any]
+    """The value of each key, by its dotted name, `run.*` left out."""
+    lines: tuple[dict[str, Any], ...]
+    """Of `metrics.jsonl`: a step or an evaluation each."""
+
+    def points(self, metric: str) -> Points:
+        """What was recorded of a metric; of a step that stands there twice the later value."""
+        values = ((line.get("step"), line.get(metric)) for line in self.lines)
+        return {step: float(value) for step, value in values if isinstance(step, int) and _is_finite(value)}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that form one line."""
+
+    name: str
+    """What tells it from the other groups; empty where there is one only."""
+    runs: tuple[RecordedRun, ...]
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """Raises ConfigError for what is no run folder."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder}: is no run folder: it has no config.yaml; name the folder that a training wrote")
+    return RecordedRun(folder, _flat_config(folder / "config.yaml"), tuple(read_lines(folder / "metrics.jsonl")))
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file of JSON lines; none where there is no file. A last line that was cut is left out."""
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return  # it is being written, or a crash cut it
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{file}: line {number} is no JSON ({error}); mend or remove it") from error
+
+
+def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
+    """Groups in the order of their first runs, named by what differs between them."""
+    found: dict[str, list[RecordedRun]] = {}
+    for run in runs:
+        settings = {key: value for key, value in run.config.items() if key != SEED}
+        found.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
+    groups = list(found.values())
+    return [Group(name, tuple(members)) for name, members in zip(_differences(groups), groups, strict=True)]
+
+
+def common_curve(points: Sequence[Points]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps [S], and values [runs, S], of all steps that any of the runs has.
+
+    A run without a value at a step has NaN there.
+    """
+    steps = np.array(sorted(set().union(*points)), dtype=int)
+    values = [[own.get(int(step), math.nan) for step in steps] for own in points]
+    return steps, np.array(values, dtype=float).reshape(len(points), len(steps))
+
+
+def _differences(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
+    if len(groups) == 1:
+        return [""]
+    configs = [members[0].config for members in groups]
+    keys = sorted(set().union(*configs) - {SEED})
+    differing = [key for key in keys if len({json.dumps(c.get(key), default=str) for c in configs}) > 1]
+    folders = [members[0].folder.name for members in groups]
+    if len(differing) > _MAX_DIFFERENCES:
+        return folders if len(set(folders)) == len(folders) else [str(members[0].folder) for members in groups]
+    leaves = [key.rpartition(".")[2] for key in differing]
+    short = [leaf if leaves.count(leaf) == 1 else key for leaf, key in zip(leaves, differing, strict=True)]
+    return [", ".join(f"{s}={_shown(c.get(k))}" for s, k in zip(short, differing, strict=True)) for c in configs]
+
+
+def _flat_config(file: Path) -> dict[str, Any]:
+    """With the defaults of today for keys that an older run does not name; as it stands, where it no longer loads."""
+    values: Any
+    try:
+        values = load_config(file).model_dump(mode="json")
+    except ConfigError:
+        try:
+            values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: is no configuration; name the folder that a training wrote")
+    values.pop("run", None)
+    return dict(_flattened(values, ""))
+
+
+def _flattened(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
+    return text if len(text) <= 24 else f"{text[:23]}…"

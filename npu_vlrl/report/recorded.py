@@ -1,0 +1,137 @@
+"""Trajectories as they were: what `run_folder.py` wrote, read back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image as PillowImage
+
+from npu_vlrl.types import (
+    DataError,
+    EpisodeStatus,
+    Image,
+    ImageInput,
+    Segment,
+    SegmentKind,
+    SpecialTokens,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+
+TRAINED = re.compile(r"(step\d+\.\d+|task\d+)/")
+"""How the names of groups begin that were played to learn from; those of evaluations begin otherwise."""
+
+
+class Recorded:
+    """The records of a run folder. Raises DataError when it has none."""
+
+    def __init__(self, run: Path, special: SpecialTokens, merge_size: int) -> None:
+        self._file, self._pictures = run / "trajectories.jsonl", run / "images"
+        self._special, self._merged = special, merge_size**2
+        self._images: dict[str, Image] = {}
+        if not self._file.is_file():
+            raise DataError(
+                f"{run}: no trajectories.jsonl; give the folder of a run with run.record_every=1, e.g. runs/latest"
+            )
+
+    def steps(self) -> Iterator[tuple[int, list[list[Trajectory]]]]:
+        """The groups of each step that were played to learn from, in the order in which they were played.
+
+        Raises DataError for a line that is no record of a trajectory, or whose tokens are not those of this model.
+        """
+        for step, records in itertools.groupby(self._records(), key=lambda record: record["step"]):
+            groups: dict[str, list[Trajectory]] = {}
+            for record in records:
+                groups.setdefault(record["group"], []).append(self._trajectory(record))
+            self._images.clear()
+            yield step, list(groups.values())
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        with self._file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    record = json.loads(line)
+                    trained = TRAINED.match(record["group"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise self._unusable(f"line {number}", error) from error
+                if trained:
+                    yield record
+
+    def _trajectory(self, record: dict[str, Any]) -> Trajectory:
+        try:
+            turns: list[Turn] = []
+            for turn in record["turns"]:
+                turns.append(self._turn(turn, turns[-1] if turns else None))
+            return Trajectory(
+                Task(record["task"], (), record["answer"], record["data_source"]),
+                record["group"],
+                int(record["id"].rpartition("/")[2]),
+                tuple(turns),
+                EpisodeStatus(record["status"]),
+                record["error"],
+            )
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise self._unusable(str(record.get("id")), error) from error
+
+    def _turn(self, record: dict[str, Any], before: Turn | None) -> Turn:
+        kept = (*before.context, before.action) if before and record["continues"] else ()
+        verdict = record["verdict"]
+        return Turn(
+            context=(*kept, *map(self._segment, record["new_context"])),
+            action=self._segment(record["action"]),
+            text=record["text"],
+            verdict=verdict and Verdict(verdict["reward"], verdict["solved"], terms=verdict["terms"]),
+            tool_calls=tuple(ToolCall(call["name"], call["arguments"]) for call in record["tool_calls"]),
+            tool_results=tuple(
+                ToolResult(result["text"], tuple(map(self._image, result["images"])), result["error"])
+                for result in record["tool_results"]
+            ),
+            feedback=record["feedback"],
+            judge_error=record["judge_error"],
+            state=record["state"],
+        )
+
+    def _segment(self, record: dict[str, Any]) -> Segment:
+        images = []
+        for image in record.get("images", ()):
+            time, height, width = image["grid"]
+            tokens = time * height * width // self._merged
+            images.append(ImageInput(self._image(image["hash"]), (time, height, width), tokens))
+        stop = record.get("stop_reason")
+        return Segment(
+            SegmentKind(record["kind"]),
+            tuple(record["token_ids"]),
+            self._special,
+            tuple(images),
+            # engines say float32, and nine digits tell one from all others
+            logprobs=tuple(np.array(record.get("logprobs", ()), np.float32).tolist()),
+            weight_versions=tuple(record.get("weight_versions", ())),
+            stop_reason=stop and StopReason(stop),
+            reward=record.get("reward", 0.0),
+        )
+
+    def _image(self, name: str) -> Image:
+        if name not in self._images:
+            with PillowImage.open(self._pictures / f"{name}.png") as picture:
+                image = Image(np.asarray(picture.convert("RGB")).copy())
+            if image.hash != name:
+                raise ValueError(f"images/{name}.png is not the picture that was recorded; restore it")
+            self._images[name] = image
+        return self._images[name]
+
+    def _unusable(self, which: str, error: Exception) -> DataError:
+        return DataError(
+            f"{self._file}: {which} cannot be used ({type(error).__name__}: {error}); record the run again with the "
+            "same model and release"
+        )

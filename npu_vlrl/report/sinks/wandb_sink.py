@@ -1,0 +1,44 @@
+"""Weights & Biases. Its own variables say where to: WANDB_MODE=offline keeps all in the run folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import wandb
+
+from npu_vlrl.report.sinks.sinks import Opening, Picture
+
+PROJECT = "npu_vlrl"
+
+
+class WandbSink:
+    """See `Sink`."""
+
+    def __init__(self, opening: Opening) -> None:
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=opening.folder.absolute().name,
+            id=opening.id,
+            resume="allow",
+            dir=opening.folder,
+            config=dict(opening.config),
+            settings=wandb.Settings(console="off"),  # the terminal is the dashboard's
+        )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        # a step that the service has already, as after a resume, it leaves as it is
+        self._run.log(dict(values), step=step)
+
+    def pictures(self, step: int, pictures: Sequence[Picture]) -> None:
+        shown = [wandb.Image(picture.rgb, caption=picture.caption) for picture in pictures]
+        self._run.log({"trajectory": shown}, step=step)
+
+    def close(self, error: str | None) -> None:
+        if error is not None:
+            self._run.summary["error"] = error
+        self._run.finish(exit_code=0 if error is None else 1)
+
+
+def open_sink(opening: Opening) -> WandbSink:
+    return WandbSink(opening)
