@@ -19,8 +19,9 @@ QUIET = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
+    """Not for the whole session: the driver's event loop stands in the way of tests that have one of their own."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
