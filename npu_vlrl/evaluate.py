@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.processes import run_engine
 from npu_vlrl.report import evaluated, tables
+from npu_vlrl.report.lines import read_lines
 from npu_vlrl.report.run_folder import versions
 from npu_vlrl.run import Run
 from npu_vlrl.sync.world import is_engine
@@ -60,7 +60,7 @@ def _remove_metrics(file: Path) -> None:
     """Of an evaluation that is resumed. Raises ConfigError when they are those of a training."""
     if not file.is_file():
         return
-    for line in file.read_bytes().split(b"\n")[:-1]:
-        if any(key != "step" and not key.startswith("eval/") for key in json.loads(line)):
+    for line in read_lines(file):
+        if any(key != "step" and not key.startswith("eval/") for key in line):
             raise ConfigError(f"run.dir: {file.parent} holds a training; choose another run.dir for the evaluation")
     file.unlink()

@@ -16,6 +16,7 @@ from npu_vlrl.learner.checkpoint import STATE, complete
 from npu_vlrl.learner.state import load_policy
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import LoadedModel, load_model
+from npu_vlrl.report.lines import read_lines
 
 MARK = "npu_vlrl_export.json"
 """In every folder that an export wrote, and may write again."""
@@ -100,7 +101,7 @@ def _write(
     weights = weights_of(loaded, adapter)
     source = Source(loaded.processor is not None, adapter, weights)
     ended = summary.get("steps") == step
-    card = run_card(config, source, step, _metrics(run), summary if ended else {})
+    card = run_card(config, source, step, list(read_lines(run / "metrics.jsonl")), summary if ended else {})
     mark = marked(run=run.absolute().name, steps=step, weights=weights)
     export_model(loaded, out, {"README.md": card, MARK: mark}, adapter, used_up)
 
@@ -114,13 +115,6 @@ def weights_of(loaded: LoadedModel, adapter: bool) -> str:
     if policy.has_adapter:
         return f"{name}, adapters merged in float32"
     return name if policy.dtype.itemsize >= 4 else f"{name}, rounded from masters in float32 where they were trained"
-
-
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    """Lines that are whole: a training may be writing the last one."""
-    file = run / "metrics.jsonl"
-    lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
-    return [json.loads(line) for line in lines]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from npu_vlrl.config import load_config
-from npu_vlrl.train import train
 from tests.integration.test_engine_process import KILLER, WORDS, close, ranks, recorded, wait_for
 from tests.support.ray_nodes import Driver, two_nodes
-from tests.support.runs import REWARD, lines, same_weights, write_config
+from tests.support.runs import REWARD, lines, same_weights, train_alone, write_config
 
 TWO = [*WORDS, "ray.processes=2"]
 
@@ -22,11 +20,7 @@ TWO = [*WORDS, "ray.processes=2"]
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_VLRL_PLATFORM", "cpu")
-        train(load_config(write_config(folder), [f"run.dir={folder / 'run'}", *WORDS]))
-    return folder / "run"
+    return train_alone(tmp_path_factory.mktemp("alone"), *WORDS)
 
 
 @pytest.fixture

@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from npu_vlrl.config import load_config
-from npu_vlrl.train import train
 from tests.support.program import program
 from tests.support.ranks import ROOT, finish, log, said, start
-from tests.support.runs import REPEATS, exported_weights, lines, same_weights, write_config
+from tests.support.runs import REPEATS, exported_weights, lines, same_weights, train_alone, write_config
 
 torch.set_num_threads(1)
 
@@ -89,11 +87,7 @@ def close(one: list[dict[str, Any]], other: list[dict[str, Any]], tolerance: flo
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_VLRL_PLATFORM", "cpu")
-        train(load_config(write_config(folder), [f"run.dir={folder / 'run'}", *WORDS]))
-    return folder / "run"
+    return train_alone(tmp_path_factory.mktemp("alone"), *WORDS)
 
 
 def test_learner_and_engine_process_repeat_the_run_of_one_process(alone: Path, tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from npu_vlrl.config import Config, load_config
+from npu_vlrl.train import train
 from tests.support.learning import tiny_folder
 
 REWARD = """
@@ -86,3 +88,11 @@ def exported_weights(run_dir: Path) -> dict[str, Tensor]:
 def same_weights(first: Path, second: Path) -> bool:
     a, b = exported_weights(first), exported_weights(second)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def train_alone(folder: Path, *words: str) -> Path:
+    """The run folder of a training in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_VLRL_PLATFORM", "cpu")
+        train(load_config(write_config(folder), [f"run.dir={folder / 'run'}", *words]))
+    return folder / "run"

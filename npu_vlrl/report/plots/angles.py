@@ -11,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
+from npu_vlrl.report.lines import read_lines
 from npu_vlrl.report.plots.curves import color_of
-from npu_vlrl.report.plots.runs import Group, read_lines
+from npu_vlrl.report.plots.runs import Group
 from npu_vlrl.report.plots.style import BELOW, COLUMN, GREY
 from npu_vlrl.workflow.rewards.angle import read_angle
 from npu_vlrl.workflow.rewards.tagged import last_tag

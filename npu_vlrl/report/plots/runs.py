@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from npu_vlrl.config import ConfigError, load_config
+from npu_vlrl.report.lines import read_lines
 
 SEED = "train.seed"
 _MAX_DIFFERENCES = 3
@@ -52,20 +53,6 @@ def read_run(folder: Path) -> RecordedRun:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: is no run folder: it has no config.yaml; name the folder that a training wrote")
     return RecordedRun(folder, _flat_config(folder / "config.yaml"), tuple(read_lines(folder / "metrics.jsonl")))
-
-
-def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file of JSON lines; none where there is no file. A last line that was cut is left out."""
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                return  # it is being written, or a crash cut it
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{file}: line {number} is no JSON ({error}); mend or remove it") from error
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
