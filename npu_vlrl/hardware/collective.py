@@ -18,6 +18,7 @@ import torch.distributed as dist
 from npu_vlrl.hardware.base import HardwareError, Platform
 
 SIZE = 2
+POLL_S = 0.05
 
 
 class CollectiveError(RuntimeError):
@@ -35,19 +36,21 @@ def backend(platform: Platform) -> str:
 
 
 def check(platform: Platform, timeout_s: float) -> None:
-    """Starts the processes and waits for them. Raises CollectiveError after `timeout_s` seconds at the latest."""
+    """Starts the processes, and waits for all or the first that fails.
+
+    Raises CollectiveError after `timeout_s` seconds at the latest.
+    """
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
         # stderr goes into files: a full pipe would block a process that says much
         logs = [Path(folder) / f"rank{rank}" for rank in range(SIZE)]
         processes = [_start(platform, rank, Path(folder) / "store", timeout_s, log) for rank, log in enumerate(logs)]
         try:
-            for process in processes:
-                process.wait(max(0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
+            while None in (codes := [process.poll() for process in processes]) and not any(codes):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_S)
         finally:
-            codes = [process.poll() for process in processes]
             for process in processes:
                 process.kill()
                 process.wait()

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import PATIENCE_S
+
 HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
 collect_ignore_glob = [] if HAS_PLAYWRIGHT and os.environ.get("NPU_VLRL_CHROMIUM") else ["test_*.py"]
 
@@ -36,7 +38,7 @@ class Shown:
     def __init__(self, browser: Any, address: str, **context: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1300, "height": 800}, **context)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(1000 * PATIENCE_S)
         self.requests: list[str] = []
         self.errors: list[str] = []
         self.dialogs: list[str] = []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_engine_process import KILLER, WORDS, close, ranks, recorded, wait_for
+from tests.support.ranks import PATIENCE_S
 from tests.support.ray_nodes import Driver, two_nodes
 from tests.support.runs import REWARD, lines, same_weights, train_alone, write_config
 
@@ -39,7 +40,7 @@ def test_learner_and_engine_on_two_machines_repeat_the_run_of_one_process(
     alone: Path, tmp_path: Path, cluster: str
 ) -> None:
     driver = drive(tmp_path, f"ray.address={cluster}", "ray.cpus=2")
-    assert driver.wait(100) == 0, driver.said()
+    assert driver.wait(PATIENCE_S) == 0, driver.said()
     placed = re.findall(r"^npu-vlrl: \S+ \((127\.0\.0\.\d)\) has rank (\d)$", driver.err.read_text(), re.MULTILINE)
     assert sorted(host for host, _ in placed) == ["127.0.0.2", "127.0.0.3"]
     assert sorted(rank for _, rank in placed) == ["0", "1"]
@@ -54,7 +55,7 @@ def test_learner_and_engine_on_two_machines_repeat_the_run_of_one_process(
 def test_a_killed_engine_is_started_again_and_the_run_ends_as_an_unbroken_one(alone: Path, tmp_path: Path) -> None:
     killer = KILLER.format(run=str(tmp_path / "run")).replace("RANK=2", "RANK=1")
     driver = drive(tmp_path, "ray.restarts=1", reward=killer)
-    assert driver.wait(100) == 0, driver.said()
+    assert driver.wait(PATIENCE_S) == 0, driver.said()
     assert (tmp_path / "run.killed").exists()
     said = driver.err.read_text()
     heard = r"^npu-vlrl: (engine 1 on \S+ \S+ was ended by SIGKILL|learner on \S+ \S+ ended with code 1)$"
@@ -73,8 +74,8 @@ def test_ctrl_c_reaches_the_learner_and_ends_all(tmp_path: Path) -> None:
     wait_for(tmp_path / "run" / "metrics.jsonl", [driver])
     assert len(list(ranks(tmp_path))) >= 2
     driver.send_signal(signal.SIGINT)
-    assert driver.wait(60) == 130, driver.said()
-    deadline = time.monotonic() + 10
+    assert driver.wait(PATIENCE_S) == 130, driver.said()
+    deadline = time.monotonic() + PATIENCE_S
     while any(ranks(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert list(ranks(tmp_path)) == []
@@ -85,7 +86,7 @@ def test_ctrl_c_reaches_the_learner_and_ends_all(tmp_path: Path) -> None:
 
 def test_bad_input_is_said_once_and_not_tried_again(tmp_path: Path) -> None:
     driver = drive(tmp_path, "model.path=/no/model", "ray.restarts=3", "ray.processes=1")
-    assert driver.wait(100) == 2, driver.said()
+    assert driver.wait(PATIENCE_S) == 2, driver.said()
     said = driver.err.read_text()
     assert said.count("npu-vlrl: model.path: /no/model is not a Hugging Face model folder") == 1
     assert "starting all again" not in said and said.count(" has rank 0\n") == 1
@@ -93,6 +94,6 @@ def test_bad_input_is_said_once_and_not_tried_again(tmp_path: Path) -> None:
 
 def test_evaluation_plays_where_ray_puts_it(tmp_path: Path) -> None:
     driver = drive(tmp_path, "ray.processes=1", command="eval")
-    assert driver.wait(100) == 0, driver.said()
+    assert driver.wait(PATIENCE_S) == 0, driver.said()
     assert [line["eval/all/tasks"] for line in recorded(tmp_path / "run")] == [2]
     assert not (tmp_path / "run" / "checkpoints").exists()

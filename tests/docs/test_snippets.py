@@ -246,7 +246,6 @@ class Reader:
 RUNNABLE = list(dict.fromkeys(b.document for b in (*of("bash"), *of("python")) if not b.reason))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("document", RUNNABLE)
 def test_a_reader_can_do_what_a_document_says(
     document: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, finished_run: Path

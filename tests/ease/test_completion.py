@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.program import program
-
-WAIT_S = 60.0
+from tests.support.ranks import PATIENCE_S
 
 
 def typed(folder: Path, line: str) -> str:
@@ -26,8 +25,8 @@ def typed(folder: Path, line: str) -> str:
         os.chdir(folder)
         os.execvp("bash", ["bash", "--rcfile", "rc", "-i"])
     os.write(terminal, f"{line}\nexit\n".encode())
-    end = time.monotonic() + WAIT_S
-    while time.monotonic() < end and select.select([terminal], [], [], WAIT_S)[0]:
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end and select.select([terminal], [], [], PATIENCE_S)[0]:
         try:
             if not os.read(terminal, 4096):
                 break

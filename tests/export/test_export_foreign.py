@@ -21,7 +21,7 @@ from npu_vlrl.export.tensors import Pieces, read_tensors
 from npu_vlrl.learner.checkpoint import CheckpointError
 from tests.support.models import plain_model, tiny_folder
 from tests.support.program import Outcome, program
-from tests.support.ranks import finish, said, start
+from tests.support.ranks import finish, fork, said
 
 torch.set_num_threads(1)
 
@@ -33,8 +33,8 @@ KIND = "qwen2_5_vl"
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model that two processes divide: `safe` in safetensors, `classic` with a pickle, and what is expected."""
     folder = tmp_path_factory.mktemp("dcp")
-    processes = start(2, ["-m", "tests.export.dcp_ranks", tiny_folder(KIND), folder], folder)
-    assert finish(processes, 100) == [0, 0], said(folder, 2)
+    processes = fork(2, ["-m", "tests.export.dcp_ranks", tiny_folder(KIND), folder], folder)
+    assert finish(processes) == [0, 0], said(folder, 2)
     return folder
 
 

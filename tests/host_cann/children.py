@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from tests.host_cann import environment
+from tests.support.ranks import PATIENCE_S
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Ended:
     """stdout and stderr."""
 
 
-def run(text: str, ranks: int = 1, timeout_s: float = 100, **variables: str) -> list[Ended]:
+def run(text: str, ranks: int = 1, timeout_s: float = PATIENCE_S, **variables: str) -> list[Ended]:
     """Runs `text` as each rank, with torchrun's variables set, and returns how the ranks ended, in order.
 
     Raises subprocess.TimeoutExpired, after it has ended them all.

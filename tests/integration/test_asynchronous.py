@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from npu_vlrl.interrupt import SAME_S, CtrlC
 from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.checkpoint import latest
 from tests.support.program import program
-from tests.support.ranks import finish, log, said, start
+from tests.support.ranks import PATIENCE_S, Process, finish, fork, log, said
 from tests.support.runs import lines, write_config
 
 STEPS, GROUPS = 12, 2
@@ -70,8 +71,8 @@ def command(folder: Path, *words: str) -> list[str]:
     return ["-m", "npu_vlrl", "train", "--config", config, "--run-dir", str(folder / "run"), *given, *words]
 
 
-def wait_for_steps(folder: Path, steps: int, processes: list[subprocess.Popen[bytes]]) -> None:
-    file, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + 100
+def wait_for_steps(folder: Path, steps: int, processes: Sequence[Process]) -> None:
+    file, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + PATIENCE_S
     while not file.is_file() or file.read_text().count('"grad_norm"') < steps:
         assert time.monotonic() < deadline and all(p.poll() is None for p in processes), said(folder, len(processes))
         time.sleep(0.01)
@@ -86,7 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training that Ctrl-C ended after some steps, and that was resumed."""
     folder = tmp_path_factory.mktemp("asynchronous")
     words = command(folder, f"train.staleness={STALENESS}", f"evaluation.every={EVERY}")
-    processes = start(2, words, folder)
+    processes = fork(2, words, folder)
     try:
         wait_for_steps(folder, 3, processes)
         for process in processes:
@@ -102,7 +103,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert f"npu-vlrl: ended after step {done}, as Ctrl-C asked for; go on with run.if_exists=resume" in output
     newest = latest(folder / "run" / "checkpoints")
     assert newest is not None and newest.name.endswith(f"{done}")
-    assert finish(start(2, [*words, "run.if_exists=resume"], folder), 100) == [0, 0], said(folder, 2)
+    assert finish(fork(2, [*words, "run.if_exists=resume"], folder)) == [0, 0], said(folder, 2)
     assert f"after {done} steps" in log(folder, 0).read_text()
     return folder / "run"
 
@@ -158,7 +159,7 @@ def versions_of(line: dict[str, Any]) -> list[list[int]]:
 
 def test_two_learners_with_a_part_each(tmp_path: Path) -> None:
     words = command(tmp_path, "train.staleness=1", "train.learners=2", "train.shard=true", "train.steps=4")
-    assert finish(start(3, words, tmp_path), 100) == [0, 0, 0], said(tmp_path, 3)
+    assert finish(fork(3, words, tmp_path)) == [0, 0, 0], said(tmp_path, 3)
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 4 and max(step["async/staleness_max"] for step in steps) == 1
     assert all(step["logprob_gap"] < 1e-3 for step in steps)
@@ -171,7 +172,7 @@ def test_two_learners_with_a_part_each(tmp_path: Path) -> None:
 
 def test_a_synchronous_run_ends_after_the_step_in_hand_too(tmp_path: Path) -> None:
     words = command(tmp_path, "train.steps=1000", "workflow.turn_tokens=8")
-    (process,) = start(1, words, tmp_path)
+    (process,) = fork(1, words, tmp_path)
     wait_for_steps(tmp_path, 2, [process])
     process.send_signal(signal.SIGINT)
     assert finish([process]) == [130], said(tmp_path, 1)

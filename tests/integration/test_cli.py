@@ -34,7 +34,6 @@ def command(*arguments: object, **environment: str) -> subprocess.CompletedProce
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.program import program
-from tests.support.ranks import ROOT, finish, log, said, start
+from tests.support.ranks import PATIENCE_S, ROOT, Process, finish, fork, log, said
 from tests.support.runs import REPEATS, exported_weights, lines, same_weights, train_alone, write_config
 
 torch.set_num_threads(1)
@@ -91,7 +91,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_learner_and_engine_process_repeat_the_run_of_one_process(alone: Path, tmp_path: Path) -> None:
-    assert torchrun(2, command(tmp_path, *WORDS), tmp_path).wait(110) == 0, said(tmp_path, 1)
+    assert torchrun(2, command(tmp_path, *WORDS), tmp_path).wait(PATIENCE_S) == 0, said(tmp_path, 1)
     run = tmp_path / "run"
     assert recorded(run) == recorded(alone)  # counters of the engine and pictures, too
     assert lines(run, "trajectories.jsonl") == lines(alone, "trajectories.jsonl")
@@ -106,17 +106,16 @@ def test_learner_and_engine_process_repeat_the_run_of_one_process(alone: Path, t
     assert not close(recorded(run), [{**line, "pg_loss": 0.0} for line in recorded(alone)], 1e-5)
 
 
-@pytest.mark.timeout(240)
 def test_an_engine_killed_in_a_rollout_ends_the_run_by_name_and_the_run_goes_on(alone: Path, tmp_path: Path) -> None:
     words = command(tmp_path, *WORDS)
     (tmp_path / "reward.py").write_text(KILLER.format(run=str(tmp_path / "run")))
     process = torchrun(3, words, tmp_path)
-    assert process.wait(110) == 1, said(tmp_path, 1)
+    assert process.wait(PATIENCE_S) == 1, said(tmp_path, 1)
     output = log(tmp_path, 0).read_text()
     assert (tmp_path / "run.killed").exists() and "npu-vlrl: the run failed: engine 2 (rank 2, process " in output
     assert "run.if_exists=resume" in output
     assert len(recorded(tmp_path / "run")) == 3
-    assert finish(start(2, [*words, "run.if_exists=resume"], tmp_path), 110) == [0, 0], said(tmp_path, 2)
+    assert finish(fork(2, [*words, "run.if_exists=resume"], tmp_path)) == [0, 0], said(tmp_path, 2)
     assert "after 2 steps" in log(tmp_path, 0).read_text()
     assert close(recorded(tmp_path / "run"), recorded(alone), 1e-5)
 
@@ -125,11 +124,11 @@ def test_an_engine_killed_in_a_rollout_ends_the_run_by_name_and_the_run_goes_on(
 
 
 def test_a_killed_learner_ends_its_engines(tmp_path: Path) -> None:
-    learner, engine = start(2, command(tmp_path, *WORDS, "train.steps=1000"), tmp_path)
+    learner, engine = fork(2, command(tmp_path, *WORDS, "train.steps=1000"), tmp_path)
     try:
         wait_for(tmp_path / "run" / "metrics.jsonl", [learner, engine])
         learner.send_signal(signal.SIGKILL)
-        assert engine.wait(30) == 1
+        assert engine.wait(PATIENCE_S) == 1
     finally:
         finish([learner, engine])
     assert "npu-vlrl: the run failed: learner (rank 0, process " in log(tmp_path, 1).read_text()
@@ -138,7 +137,7 @@ def test_a_killed_learner_ends_its_engines(tmp_path: Path) -> None:
 def test_a_learner_that_fails_tells_its_engines_to_end(tmp_path: Path) -> None:
     """Its own message is the only one."""
     words = command(tmp_path, "model.path=/no/model")
-    assert finish(start(2, words, tmp_path), 60) == [2, 0], said(tmp_path, 2)
+    assert finish(fork(2, words, tmp_path)) == [2, 0], said(tmp_path, 2)
     assert own_words(tmp_path, 0).startswith("npu-vlrl: model.path: /no/model is not a Hugging Face model folder")
     assert own_words(tmp_path, 1) == ""
 
@@ -152,7 +151,7 @@ def own_words(folder: Path, rank: int) -> str:
 def test_evaluation_samples_in_the_engine_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = command(tmp_path, "evaluation.temperature=1", "evaluation.tasks=3", "evaluation.answers=2")
     words[2] = "eval"
-    assert finish(start(2, words, tmp_path), 60) == [0, 0], said(tmp_path, 2)
+    assert finish(fork(2, words, tmp_path)) == [0, 0], said(tmp_path, 2)
     together = recorded(tmp_path / "run")
     monkeypatch.setenv("NPU_VLRL_PLATFORM", "cpu")
     assert program(*words[2:], "--run-dir", tmp_path / "alone").code == 0
@@ -170,8 +169,8 @@ def test_who_ends_torchrun_ends_all(number: signal.Signals, tmp_path: Path) -> N
     else:
         process.send_signal(number)
     try:
-        assert process.wait(40) != 0
-        deadline = time.monotonic() + 10
+        assert process.wait(PATIENCE_S) != 0
+        deadline = time.monotonic() + PATIENCE_S
         while any(ranks(tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert list(ranks(tmp_path)) == []
@@ -193,8 +192,8 @@ def ranks(folder: Path) -> Iterator[int]:
             yield int(file.parent.name)
 
 
-def wait_for(file: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + 90
+def wait_for(file: Path, processes: Sequence[Process]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
     while not file.exists():
         assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
         time.sleep(0.1)

@@ -22,6 +22,7 @@ from npu_vlrl.play import half_blocks
 from npu_vlrl.types import Image
 from npu_vlrl.workflow.environments import frozenlake
 from tests.support.program import Outcome, config_file, parquet, program, row
+from tests.support.ranks import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 LAKE = ("--environment", "frozenlake", "--option", "map=[SFFF, FHFH, FFFH, HFFG]", "--option", "hole_reward=-1")
@@ -246,7 +247,6 @@ def test_as_a_command_with_bytes_that_are_no_text() -> None:
         env=environment(),
         cwd=ROOT,
         capture_output=True,
-        timeout=100,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, b"")
@@ -274,7 +274,7 @@ def test_in_a_terminal_pictures_are_shown_and_ctrl_c_ends() -> None:
     while not select.select([main], [], [], 5)[0]:
         process.send_signal(signal.SIGINT)  # the first one came after the prompt and before the wait for a line
     assert "end: quit, turns 1, reward 0.5 (" in until(main, "format 0.5)")
-    assert process.wait(timeout=60) == 0
+    assert process.wait(PATIENCE_S) == 0
     os.close(main)
 
 
@@ -282,6 +282,6 @@ def until(terminal: int, words: str) -> str:
     """What the program writes until `words` are the last."""
     seen = b""
     while not seen.decode(errors="replace").rstrip("\r\n").endswith(words):
-        assert select.select([terminal], [], [], 60)[0], seen
+        assert select.select([terminal], [], [], PATIENCE_S)[0], seen
         seen += os.read(terminal, 65536)
     return seen.decode()

@@ -20,6 +20,7 @@ from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.train import train
 from tests.support.learning import plain_model
+from tests.support.ranks import PATIENCE_S
 from tests.support.runs import lines, metrics, same_weights, small_config
 
 torch.set_num_threads(1)
@@ -177,7 +178,7 @@ def test_killed_from_outside(unbroken: Path, tmp_path: Path, seen: str) -> None:
     """SIGKILL, at whatever the process does just after a file of it is seen."""
     folder = tmp_path / "run"
     child = in_child(lambda: train(small_config(folder)))
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + PATIENCE_S
     while not (folder / seen).exists() and not (folder / "summary.json").exists() and time.monotonic() < limit:
         time.sleep(0.001)
     os.kill(child, signal.SIGKILL)

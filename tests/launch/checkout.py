@@ -87,7 +87,6 @@ class Checkout:
             ["bash", self.root / "launch" / script, *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
             cwd="/",  # any folder will do
             env={**environment, **variables},
             check=False,

@@ -12,7 +12,7 @@ import torch
 
 from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import Checkpoint, CheckpointError, latest, load, save
-from tests.support.ranks import finish, said, start
+from tests.support.ranks import finish, fork, said
 
 FILES = ("optimizer.safetensors", "rng.safetensors", "state.json", "weights.safetensors")
 
@@ -142,7 +142,7 @@ def test_the_previous_one_survives_a_process_that_vanishes(tmp_path: Path) -> No
 def test_the_previous_one_survives_the_kill_of_a_rank_that_writes_its_pieces(tmp_path: Path, call: int) -> None:
     """Two real processes hold three rows and two; the second writes and flushes two files."""
     folder = tmp_path / "checkpoints"
-    codes = finish(start(2, ["-m", "tests.learner.killed_save", folder, call], tmp_path))
+    codes = finish(fork(2, ["-m", "tests.learner.killed_save", folder, call], tmp_path))
     assert codes[1] == -signal.SIGKILL and codes[0] == 1, said(tmp_path, 2)
     assert sorted(p.name for p in folder.iterdir()) == [".step-00000002.partial", "step-00000001"]
     found = latest(folder)

@@ -28,6 +28,7 @@ from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import export
 from tests.support.learning import float64_inside, load, picture, tiny_folder, trajectory, with_advantage
+from tests.support.ranks import PATIENCE_S
 
 torch.set_num_threads(1)
 
@@ -205,7 +206,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     context = torch.multiprocessing.start_processes(
         _one_of_two, (str(folder),), nprocs=2, join=False, daemon=True, start_method="fork"
     )
-    assert context is not None and any(context.join(timeout=1) for _ in range(120)), "the ranks wait for each other"
+    assert context is not None and any(context.join(timeout=1) for _ in range(PATIENCE_S)), (
+        "the ranks wait for each other"
+    )
     return folder
 
 

@@ -27,6 +27,7 @@ from npu_vlrl.learner.state import load_learner, load_policy, save_learner, trai
 from npu_vlrl.learner.trainer import Learner
 from tests.learner.test_learner_ranks import groups
 from tests.support.learning import load, tiny_folder, with_advantage
+from tests.support.ranks import PATIENCE_S
 from tests.support.shards import CASES, Result, differences, keep, kept, new_learner, step, train
 
 torch.set_num_threads(1)
@@ -111,7 +112,9 @@ def run(process: Callable[[int, str], None], size: int, folder: Path) -> None:
     context = torch.multiprocessing.start_processes(
         process, (str(folder),), nprocs=size, join=False, daemon=True, start_method="fork"
     )
-    assert context is not None and any(context.join(timeout=1) for _ in range(240)), "the ranks wait for each other"
+    assert context is not None and any(context.join(timeout=1) for _ in range(PATIENCE_S)), (
+        "the ranks wait for each other"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +151,6 @@ def alone(case: str) -> Result:
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_a_divided_learner_takes_the_steps_of_one_process(both: Path, case: str) -> None:
     first, second = (kept(both, case, rank) for rank in range(2))

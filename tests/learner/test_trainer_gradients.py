@@ -17,6 +17,7 @@ from npu_vlrl.learner.pack import collate
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Sample
 from tests.support.learning import (
+from tests.support.ranks import PATIENCE_S
     Probe,
     distance,
     float64_inside,
@@ -222,7 +223,7 @@ def test_two_ranks_add_up_to_one(tmp_path: Path) -> None:
     context = torch.multiprocessing.start_processes(
         _one_of_two_ranks, (str(tmp_path),), nprocs=2, join=False, daemon=True, start_method="fork"
     )
-    assert context is not None and any(context.join(timeout=1) for _ in range(60)), "the ranks wait for each other"
+    assert context is not None and any(context.join(timeout=1) for _ in range(PATIENCE_S)), "the ranks wait for each other"
     loaded = narrow()
     for mode in MODES:
         alone = probe(loaded, mode).measure(samples_of(loaded))

@@ -72,7 +72,6 @@ def test_learner_and_engine_train_on_them(tmp_path: Path) -> None:
         env={**os.environ, **environment(), **HOST, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

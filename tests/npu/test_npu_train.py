@@ -75,7 +75,6 @@ def differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[
     ]
 
 
-@pytest.mark.timeout(300)
 def test_learner_and_engine_on_two_devices_train_as_one_process_on_the_cpu(tmp_path: Path) -> None:
     run = tmp_path / "npu"
     words = ["--config", "configs/photo_tiny.yaml", *SETTINGS, "--run-dir", str(run)]
@@ -87,7 +86,6 @@ def test_learner_and_engine_on_two_devices_train_as_one_process_on_the_cpu(tmp_p
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
         check=False,
     )
     assert npu.returncode == 0, npu.stdout

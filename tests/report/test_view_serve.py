@@ -17,7 +17,7 @@ import pytest
 
 from npu_vlrl.report.view.records import RunRecords
 from npu_vlrl.report.view.serve import ViewServer
-from tests.support.ranks import ROOT
+from tests.support.ranks import PATIENCE_S, ROOT
 from tests.support.viewed import SEEN, record_group, run_folder
 
 
@@ -35,7 +35,7 @@ def server(tmp_path: Path) -> Iterator[ViewServer]:
 
 def ask(server: ViewServer, path: str, host: str | None = None, **words: Any) -> tuple[int, bytes]:
     """Status and content; with the token unless another is given."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=PATIENCE_S)
     given = {"token": server.token, **words}
     headers = {} if host is None else {"Host": host}
     connection.request("GET", f"{path}?{urlencode(given)}", headers=headers)
@@ -111,7 +111,7 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline().startswith("http://127.0.0.1:")
         assert process.stdout.readline() == "Ctrl-C ends it\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate()
         assert (process.returncode, out, err) == (0, "", "")
     finally:
         process.kill()

@@ -12,18 +12,18 @@ import pytest
 
 from tests.rollout.remote_actor import KILLED, MEMBERS, OUT_OF_MEMORY, TASKS, TIMEOUT_S
 from tests.support.models import tiny_folder
-from tests.support.ranks import finish, said, start
+from tests.support.ranks import Forked, finish, fork, said
 
 Seen = dict[str, Any]
 
 
-def play(folder: Path, scenario: str, size: int) -> list[Any]:
+def play(folder: Path, scenario: str, size: int) -> list[Forked]:
     """The processes of a scenario, which all go on by themselves."""
     shutil.copytree(tiny_folder("qwen2_5_vl"), folder / "model")
-    return start(size, ["-m", "tests.rollout.remote_actor", scenario, folder], folder)
+    return fork(size, ["-m", "tests.rollout.remote_actor", scenario, folder], folder)
 
 
-def finish_all(processes: list[Any]) -> None:
+def finish_all(processes: list[Forked]) -> None:
     for process in processes:
         process.kill()
         process.wait()
@@ -41,7 +41,7 @@ def matched(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
     folder = tmp_path_factory.mktemp("match")
     processes = play(folder, "match", 3)
     try:
-        assert finish(processes[:2], 100) == [0, -signal.SIGKILL], said(folder, 3)
+        assert finish(processes[:2]) == [0, -signal.SIGKILL], said(folder, 3)
         assert processes[2].poll() is None
     finally:
         finish_all(processes)
@@ -111,7 +111,7 @@ def test_an_engine_killed_in_a_round_is_named_while_another_computes_on(matched:
 
 
 def test_an_engine_that_cannot_load_its_model_is_named(tmp_path: Path) -> None:
-    codes = finish(play(tmp_path, "load", 2), 100)
+    codes = finish(play(tmp_path, "load", 2))
     assert codes == [0, 1], said(tmp_path, 2)  # it ends with its own error, after the learner
     kind, message = seen(tmp_path, 0)["error"]
     assert kind == "EngineEnded" and message.startswith("engine 1 (rank 1, ")

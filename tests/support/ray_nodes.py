@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.ranks import ROOT, free_port
+from tests.support.ranks import PATIENCE_S, ROOT, free_port
 
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -43,7 +43,7 @@ def two_nodes(folder: Path, resources: Mapping[str, float]) -> Iterator[str]:
         for node in reversed(nodes):
             node.send_signal(signal.SIGTERM)
         for node in nodes:
-            node.wait(30)
+            node.wait(PATIENCE_S)
 
 
 def _node(folder: Path, words: Sequence[str]) -> subprocess.Popen[bytes]:

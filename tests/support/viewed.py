@@ -17,6 +17,7 @@ from npu_vlrl.config import Config
 from npu_vlrl.report.run_folder import RunFolder
 from npu_vlrl.types import EpisodeStatus, Image, Task, Trajectory, Verdict
 from tests.support.learning import tiny_folder
+from tests.support.ranks import PATIENCE_S
 from tests.support.scripted import Verdicts, a_task, picture, play, workflow
 
 DRAW = '<tool_call>{"name":"draw_line","arguments":{"start":[2,2],"end":[50,50]}}</tool_call>'
@@ -86,9 +87,9 @@ def as_of_old(record: dict[str, Any]) -> None:
             turn["action"].pop(key, None)
 
 
-def until(page: Any, expression: str, timeout_s: float = 10) -> None:
+def until(page: Any, expression: str) -> None:
     """Waits for JavaScript to be true. What a page's own policy forbids, the driver's waiting for functions needs."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE_S
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, f"never true: {expression}"
         page.wait_for_timeout(20)

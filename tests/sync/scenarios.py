@@ -36,7 +36,7 @@ def play(folder: Path, size: int, environment: Mapping[str, str], groups: Sequen
     shutil.copytree(tiny_folder("qwen2_5_vl"), folder / "model")
     settings = {"OMP_NUM_THREADS": "1", "NPU_VLRL_PLATFORM": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [sys.executable, "-m", "tests.sync.actor", folder, str(size), *groups]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **settings, **environment}, check=True, timeout=110)
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **settings, **environment}, check=True)
     return {group: _read(folder / group, size) for group in groups}
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support.ranks import finish, said, start
+from tests.support.ranks import finish, fork, said
 
 
 def test_a_version_is_whole_and_damage_is_noticed(tmp_path: Path) -> None:
-    assert finish(start(2, ["-m", "tests.sync.disk_actor", tmp_path], tmp_path)) == [0, 0], said(tmp_path, 2)
+    assert finish(fork(2, ["-m", "tests.sync.disk_actor", tmp_path], tmp_path)) == [0, 0], said(tmp_path, 2)
     learner, engine = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     outcomes, ours, files = zip(*learner, strict=True)
     versions, theirs = zip(*engine, strict=True)

@@ -19,7 +19,7 @@ def test_workers_sample_with_the_weights_of_another_process(tmp_path: Path, work
     """Pictures of before the update, and a tower that changes with it."""
     folder = shutil.copytree(tiny_folder("qwen2_5_vl", HIDDEN), tmp_path / "model")
     processes = start(2, ["-m", "tests.vllm.actor", folder, workers], tmp_path)
-    assert finish(processes, 240) == [0, 0], said(tmp_path, 2)
+    assert finish(processes) == [0, 0], said(tmp_path, 2)
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert [seen[step][1] for step in ("first", "not told", "told", "again")] == [[0], [0], [1], [2]]
     assert max(seen[step][0] for step in ("first", "told", "again")) < TOLERANCE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -58,10 +57,9 @@ def test_a_box_of_any_balanced_content_is_found(noise: str) -> None:
 
 
 def test_last_box_is_linear_in_hostile_text() -> None:
-    start = time.perf_counter()
-    assert last_box("\\boxed{" * 150_000) is None
-    assert last_box("\\boxed" + " " * 1_000_000) is None
-    assert time.perf_counter() - start < 3
+    """Ten million characters: with their square in steps it would not end within the time of a test."""
+    assert last_box("\\boxed{" * 1_500_000) is None
+    assert last_box("\\boxed" + " " * 10_000_000) is None
 
 
 EQUAL = [
@@ -213,10 +211,8 @@ def test_tagged_without_choices_takes_any_answer_as_formatted() -> None:
 
 
 def test_tagged_is_linear_in_hostile_text() -> None:
-    start = time.perf_counter()
-    assert not tagged.score("left", "<answer>" * 130_000).solved
-    assert not tagged.score("left", "</answer>" * 130_000).solved
-    assert time.perf_counter() - start < 2
+    assert not tagged.score("left", "<answer>" * 1_300_000).solved
+    assert not tagged.score("left", "</answer>" * 1_300_000).solved
 
 
 @pytest.mark.parametrize("bad", [{"format_weight": 1.5}, {"format_weight": "x"}, {"choices": "left"}, {"choices": [1]}])

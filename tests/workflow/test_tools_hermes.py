@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -122,10 +121,9 @@ def test_too_many_calls_are_told() -> None:
     assert parse_tool_calls(tagged(ROTATE) * MAX_CALLS).errors == ()
 
 
-def test_hostile_text_is_read_quickly() -> None:
-    start = time.perf_counter()
+def test_hostile_text_is_read_in_linear_time() -> None:
+    """Ten million characters: with their square in steps it would not end within the time of a test."""
     for unit in ("<tool_call>", '<tool_call>"', "<tool_call>[", '<tool_call>{"a": "'):
-        text = unit * (1_000_000 // len(unit))
+        text = unit * (10_000_000 // len(unit))
         assert parse_tool_calls(text).calls == ()
-    assert not parse_tool_calls("<tool_call>" + " " * 1_000_000).calls
-    assert time.perf_counter() - start < 5
+    assert not parse_tool_calls("<tool_call>" + " " * 10_000_000).calls
