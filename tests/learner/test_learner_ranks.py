@@ -28,7 +28,7 @@ from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import export
 from tests.support.learning import float64_inside, load, picture, tiny_folder, trajectory, with_advantage
-from tests.support.ranks import PATIENCE_S
+from tests.support.ranks import fork_here
 
 torch.set_num_threads(1)
 
@@ -202,13 +202,7 @@ def _one_of_two(rank: int, folder: str) -> None:
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     tiny_folder()  # before ranks exist: only one of them would write the model
-    # forked, not spawned: nothing is imported again, and no thread of autograd runs yet on a CPU
-    context = torch.multiprocessing.start_processes(
-        _one_of_two, (str(folder),), nprocs=2, join=False, daemon=True, start_method="fork"
-    )
-    assert context is not None and any(context.join(timeout=1) for _ in range(PATIENCE_S)), (
-        "the ranks wait for each other"
-    )
+    fork_here(_one_of_two, 2, folder)
     return folder
 
 

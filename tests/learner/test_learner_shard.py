@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from npu_vlrl.learner.state import load_learner, load_policy, save_learner, trai
 from npu_vlrl.learner.trainer import Learner
 from tests.learner.test_learner_ranks import groups
 from tests.support.learning import load, tiny_folder, with_advantage
-from tests.support.ranks import PATIENCE_S
+from tests.support.ranks import fork_here
 from tests.support.shards import CASES, Result, differences, keep, kept, new_learner, step, train
 
 torch.set_num_threads(1)
@@ -107,16 +106,6 @@ def _one_of_three(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def run(process: Callable[[int, str], None], size: int, folder: Path) -> None:
-    # forked, not spawned: nothing is imported again, and no thread of autograd runs yet on a CPU
-    context = torch.multiprocessing.start_processes(
-        process, (str(folder),), nprocs=size, join=False, daemon=True, start_method="fork"
-    )
-    assert context is not None and any(context.join(timeout=1) for _ in range(PATIENCE_S)), (
-        "the ranks wait for each other"
-    )
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
@@ -125,8 +114,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     learner = new_learner("offload", None)
     moments(learner)
     save_learner(folder / "one", 1, learner, select(), {}, keep=2)
-    run(_one_of_two, 2, folder)
-    run(_one_of_three, 3, folder)
+    fork_here(_one_of_two, 2, folder)
+    fork_here(_one_of_three, 3, folder)
     return folder
 
 

@@ -17,7 +17,6 @@ from npu_vlrl.learner.pack import collate
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Sample
 from tests.support.learning import (
-from tests.support.ranks import PATIENCE_S
     Probe,
     distance,
     float64_inside,
@@ -29,6 +28,7 @@ from tests.support.ranks import PATIENCE_S
     tiny_folder,
     with_advantage,
 )
+from tests.support.ranks import fork_here
 
 torch.set_num_threads(1)
 
@@ -219,11 +219,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_add_up_to_one(tmp_path: Path) -> None:
-    # forked, not spawned: nothing is imported again, and no thread of autograd runs yet on a CPU
-    context = torch.multiprocessing.start_processes(
-        _one_of_two_ranks, (str(tmp_path),), nprocs=2, join=False, daemon=True, start_method="fork"
-    )
-    assert context is not None and any(context.join(timeout=1) for _ in range(PATIENCE_S)), "the ranks wait for each other"
+    fork_here(_one_of_two_ranks, 2, tmp_path)
     loaded = narrow()
     for mode in MODES:
         alone = probe(loaded, mode).measure(samples_of(loaded))

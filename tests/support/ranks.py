@@ -7,12 +7,14 @@ import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Protocol
+
+import torch.multiprocessing
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 280
@@ -96,6 +98,18 @@ class Forked:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def fork_here(function: Callable[[int, str], None], size: int, folder: Path) -> None:
+    """Calls `function(rank, folder)` in a fork of this process for each rank, and waits for all.
+
+    Forked, not spawned: nothing is imported again, and no thread of autograd runs yet on a CPU.
+    """
+    context = torch.multiprocessing.start_processes(
+        function, (str(folder),), nprocs=size, join=False, daemon=True, start_method="fork"
+    )
+    said = "the ranks wait for each other"
+    assert context is not None and any(context.join(timeout=1) for _ in range(PATIENCE_S)), said
 
 
 @cache
