@@ -58,7 +58,7 @@ case "${1:-}" in
         fi
     done
     export NPU_VLRL_PLATFORM=cpu PYTHONPATH=tests/vllm/site
-    exec .venv-vllm/bin/python -m pytest tests/vllm -q --timeout 300 "$@"
+    exec .venv-vllm/bin/python -m pytest tests/vllm -q "$@"
     ;;
 --browser)
     shift
