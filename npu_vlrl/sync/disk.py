@@ -17,7 +17,7 @@ from torch import Tensor
 from npu_vlrl.sync.buckets import Buckets
 from npu_vlrl.sync.plan import Plan
 from npu_vlrl.sync.transfer import Checksums
-from npu_vlrl.sync.weights import Sums, SyncError, WeightReceiver, WeightSender, expect
+from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender, expect
 from npu_vlrl.sync.world import World
 
 
@@ -54,7 +54,7 @@ class DiskSender(WeightSender):
 class DiskReceiver(WeightReceiver):
     """An engine's side."""
 
-    def _fill(self, buckets: Buckets) -> Sums:
+    def _fill(self, buckets: Buckets) -> None:
         file = Path(expect(self._channel, "written", self._patience_s).content["file"])
         try:
             with safe_open(file, "pt") as tensors:
@@ -69,4 +69,4 @@ class DiskReceiver(WeightReceiver):
             raise SyncError(
                 f"cannot read the weights in {file} ({error}); sync.through=disk needs a run.dir that all machines see"
             ) from error
-        return buckets.sums.read()
+        self._say(buckets.sums.read())

@@ -11,7 +11,7 @@ a mixture of two.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -61,7 +61,7 @@ class WeightSender:
         self._parameters = distinct(parameters)
         self._channels = [world.channel(rank) for rank in world.engines]
         self._facts = self._agree()
-        self._committed: dict[str, int] = {}
+        self._committed: Sequence[int | None] = self._nothing()
         """The version counter of each tensor when the engines last took it."""
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._told: set[str] = set()
@@ -81,8 +81,10 @@ class WeightSender:
         if self._version is not None and version < self._version:
             raise ValueError(f"sync: version {version} comes after version {self._version}; versions never fall")
         began = time.monotonic()
-        counters = {name: tensor._version for name, tensor in self._parameters.items()}
-        changed = tuple(name for name, count in counters.items() if self._committed.get(name) != count)
+        counters = [tensor._version for tensor in self._parameters.values()]
+        changed = tuple(
+            name for name, count, sent in zip(self._parameters, counters, self._committed, strict=True) if count != sent
+        )
         plan = self._plan(changed)
         update = {"version": version, "plan": plan.checksum}
         if plan.checksum not in self._told:
@@ -93,6 +95,9 @@ class WeightSender:
         self._tell("commit")
         self._committed, self._version = counters, version
         return SyncReport(plan.size, len(changed), len(plan.bucket_sizes), time.monotonic() - began)
+
+    def _nothing(self) -> list[None]:
+        return [None] * len(self._parameters)
 
     def _agree(self) -> dict[str, Fact]:
         """What each parameter looks like on the wire: our shape in the engines' dtype."""
@@ -160,7 +165,7 @@ class WeightSender:
             bad = [number for number, (ours, theirs) in enumerate(pairs) if ours != theirs]
             wrong += [f"bucket {bad[0]} of {len(sums)} of {channel.peer}"] if bad else []
         if wrong:
-            self._committed.clear()
+            self._committed = self._nothing()
             self._tell("drop")
             raise SyncError(
                 f"the weights that arrived are not those that were sent: {', '.join(wrong)}. The engines hold no "
@@ -191,7 +196,7 @@ class WeightReceiver:
         """
         buckets = self._holder.new_buckets(self._plan(message.content))
         self.version = None
-        self._channel.send("staged", {"sums": self._fill(buckets)})
+        self._fill(buckets)
         if expect(self._channel, ("commit", "drop"), self._patience_s).kind == "commit":
             buckets.commit()
             self.version = int(message.content["version"])
@@ -207,16 +212,27 @@ class WeightReceiver:
             self._plans[checksum] = plan
         return self._plans[checksum]
 
-    def _fill(self, buckets: Buckets) -> Sums:
-        """Takes what the learner sends; returns the checksums."""
+    def _say(self, sums: Sums) -> None:
+        self._channel.send("staged", {"sums": sums})
+
+    def _fill(self, buckets: Buckets) -> None:
+        """Takes what the learner sends, and tells it the checksums."""
+
+        said = False
+
+        def fill() -> None:  # says it itself: the learner would wait until the other thread is awake
+            nonlocal said
+            sums = receive_all(buckets, self.world.weights_group)
+            said = True
+            self._say(sums)
 
         def look() -> None:
-            if self._channel.waiting():
+            if not said and self._channel.waiting():  # what comes afterwards is the answer
                 self._channel.check_alive()
                 raise PeerError(self._channel.peer, "gave up in the middle of an update of the weights")
 
         try:
-            return guarded(lambda: receive_all(buckets, self.world.weights_group), self.world, look, self._patience_s)
+            guarded(fill, self.world, look, self._patience_s)
         except TransferTimeout:
             what = f"did not finish a transfer of weights within {self._patience_s:g} s"
             raise PeerError(self._channel.peer, what) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 from npu_vlrl.sync import transfer
-from npu_vlrl.sync.transfer import TransferTimeout, guarded
-from npu_vlrl.sync.weights import count_optimizer_steps
+from npu_vlrl.sync.buckets import in_place
+from npu_vlrl.sync.channel import Channel, Message, Peer
+from npu_vlrl.sync.plan import make_plan
+from npu_vlrl.sync.transfer import POLL_S, TransferTimeout, guarded
+from npu_vlrl.sync.weights import WeightReceiver, count_optimizer_steps
 from npu_vlrl.sync.world import World
 
 
@@ -103,6 +107,25 @@ def test_the_reason_that_comes_after_the_error_is_raised_instead(world: Any) -> 
 
     with pytest.raises(LookupError):
         guarded(broken, world, look, 5.0)
+
+
+def test_a_word_of_the_learner_that_comes_at_once_is_its_answer(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its end, although the thread that said the checksums has not come back yet."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = socket.create_connection(server.getsockname()), server.accept()[0]
+    learner, engine = (Channel(end, Peer(0, "learner", "here", 1), 5.0) for end in ends)
+    world.timeout_s, world.weights_group, world.channel = 5.0, None, lambda rank: engine
+    receiver, say = WeightReceiver(world, in_place({})), engine.send
+
+    def answered(kind: str, content: dict[str, Any]) -> None:
+        say(kind, content)
+        learner.send("commit")
+        time.sleep(5 * POLL_S)
+
+    monkeypatch.setattr(engine, "send", answered)
+    update = {"version": 3, "plan": make_plan([], 512).checksum, "names": [], "bucket_bytes": 512}
+    assert receiver.receive(Message("weights", update)) == 3
+    assert [learner.receive(5.0).kind for _ in range(2)] == ["parameters", "staged"]
 
 
 class Silent(torch.optim.Optimizer):
