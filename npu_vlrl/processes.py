@@ -26,6 +26,7 @@ from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout import remote
 from npu_vlrl.rollout.free import FreeEngine
 from npu_vlrl.rollout.inprocess import InProcessEngine
+from npu_vlrl.rollout.local import LocalEngine
 from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer, weights_from_disk
 from npu_vlrl.rollout.vllm import VllmEngine, import_vllm
@@ -48,21 +49,22 @@ def run_engine(config: Config) -> None:
     def own_folder(scratch: Path) -> Path:
         return scratch if scratch.is_dir() else scratch.with_name(f"{scratch.name}.{world.rank}")
 
-    def in_process(scratch: Path) -> InProcessEngine:
-        loaded, vision = load(config, own_folder(scratch), platform)
-        return own_engine(config, platform, loaded, vision)
-
     with ExitStack() as cleanup:
 
-        def in_vllm(scratch: Path) -> VllmEngine:
-            outline = load_model(config.model, own_folder(scratch), config.train.seed, torch.device("meta"))
-            return vllm_engine(config, platform, outline, cleanup, workers=config.rollout.tensor_parallel)
+        def learning(scratch: Path) -> tuple[LocalEngine, Duties]:
+            loaded, vision = load(config, own_folder(scratch), platform)
+            learn = partial(new_learner, config, platform, ranks, loaded.policy, vision)
+            return engine_of_learner(config, platform, world, loaded, vision, cleanup), follow(learn, platform)
 
-        if world.rank in world.learners:
-            serve(world, in_process, follow(partial(new_learner, config, platform, ranks), platform))
-        else:
-            serve(world, in_vllm if config.rollout.engine == "vllm" else in_process, receiver(config))
-        world.close()  # before vLLM's end, which ends this process's groups too
+        def sampling(scratch: Path) -> tuple[LocalEngine, Duties]:
+            if config.rollout.engine != "vllm":
+                return own_engine(config, platform, *load(config, own_folder(scratch), platform)), receiver(config)
+            outline = load_model(config.model, own_folder(scratch), config.train.seed, torch.device("meta"))
+            workers = config.rollout.tensor_parallel
+            return vllm_engine(config, platform, outline, cleanup, workers), receiver(config)
+
+        serve(world, learning if world.rank in world.learners else sampling)
+        world.close()
 
 
 def receiver(config: Config) -> Duties:
@@ -120,10 +122,14 @@ def prepare(config: Config) -> Platform:
 
 def _check_vllm(config: Config, platform: Platform) -> None:
     rollout = config.rollout
-    if started_processes() > 1 and config.train.learners == "all":
-        raise ConfigError("rollout.engine=vllm needs processes that sample only; leave train.learners out")
-    if rollout.sleep and started_processes() > 1:
-        raise ConfigError("rollout.sleep is for vLLM beside the learner in one process; start one, or leave it out")
+    several, all_learn = started_processes() > 1, config.train.learners == "all"
+    if several and all_learn and rollout.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel} takes devices that only sample, and with "
+            "train.learners=all each process has one device for both; leave one of the two out"
+        )
+    if several and not all_learn and rollout.sleep:
+        raise ConfigError("rollout.sleep is for vLLM beside a learner; set train.learners=all, or leave it out")
     if rollout.sleep and platform.memory() is None:
         raise ConfigError(f"rollout.sleep: vLLM cannot give memory back on the platform {platform.name}; leave it out")
 
@@ -151,8 +157,8 @@ def new_engine(
 
     Raises what `remote.RemoteEngine` raises when another process cannot begin.
     """
-    if world is not None and len(world.learners) == world.size:
-        return remote.LearnersEngine(world, own_engine(config, platform, loaded, vision))
+    if world is not None and world.all_learn:
+        return remote.LearnersEngine(world, engine_of_learner(config, platform, world, loaded, vision, cleanup))
     if world is not None:
         folder = run_dir / "weights" if config.sync.through == "disk" else None
         remote_engine = FreeEngine if config.train.staleness else remote.RemoteEngine
@@ -160,6 +166,15 @@ def new_engine(
     if config.rollout.engine == "vllm":
         workers = config.rollout.tensor_parallel
         return vllm_engine(config, platform, loaded, cleanup, workers if workers > 1 else 0)
+    return own_engine(config, platform, loaded, vision)
+
+
+def engine_of_learner(
+    config: Config, platform: Platform, world: World, loaded: LoadedModel, vision: VisionFeatures, cleanup: ExitStack
+) -> LocalEngine:
+    """Of one of several. Where it samples, vLLM's worker is a process of its own: in this one are groups already."""
+    if config.rollout.engine == "vllm" and world.all_learn:
+        return vllm_engine(config, platform, loaded, cleanup, workers=1)
     return own_engine(config, platform, loaded, vision)
 
 

@@ -23,10 +23,8 @@ from npu_vlrl.learner.optimizer import divided, master
 from npu_vlrl.learner.state import load_learner, save_learner, trained_by
 from npu_vlrl.learner.trainer import Learner, LearnerError
 from npu_vlrl.learner.wire import SampleReader, SampleWriter
-from npu_vlrl.model.policy import Policy
-from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout.inprocess import InProcessEngine
-from npu_vlrl.rollout.serve import Handlers
+from npu_vlrl.rollout.local import LocalEngine
+from npu_vlrl.rollout.serve import Duties, Handlers
 from npu_vlrl.sync.channel import Message
 from npu_vlrl.sync.transfer import guarded
 from npu_vlrl.sync.world import LEARNER, PeerError, World
@@ -204,17 +202,15 @@ class _Follower:
             raise PeerError(self._channel.peer, "gave up in the middle of an update")
 
 
-def follow(
-    new: Callable[[Policy, VisionFeatures], Learner], platform: Platform
-) -> Callable[[World, InProcessEngine], Handlers]:
-    """The duties of a process that learns, and may sample, see `rollout.serve`; `new` makes its learner."""
+def follow(new: Callable[[], Learner], platform: Platform) -> Duties:
+    """Those of a process that learns, and may sample, see `rollout.serve`; `new` makes its learner."""
 
-    def duties(world: World, engine: InProcessEngine) -> Handlers:
+    def duties(world: World, engine: LocalEngine) -> Handlers:
         def weights_changed(message: Message) -> None:
             engine.weights_changed(message.content["version"])
 
         return {
-            "learn": _Follower(partial(new, engine.policy, engine.vision), world, platform).learn,
+            "learn": _Follower(new, world, platform).learn,
             "weights_changed": weights_changed,
         }
 

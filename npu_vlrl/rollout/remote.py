@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from npu_vlrl.rollout.inprocess import InProcessEngine
+from npu_vlrl.rollout.local import LocalEngine
 from npu_vlrl.rollout.rounds import EngineCounts, EngineEnded, Outcome, Request, RoundEngine
 from npu_vlrl.rollout.wire import RoundWriter, unpack_outcomes
 from npu_vlrl.sync.channel import Channel, Message
@@ -52,7 +52,7 @@ def stop(world: World) -> None:
 class SharedEngine(RoundEngine):
     """See `types.Engine`. Its rounds are shared out."""
 
-    def __init__(self, world: World, own: InProcessEngine | None = None) -> None:
+    def __init__(self, world: World, own: LocalEngine | None = None) -> None:
         """`own` is this process's engine, where it has one. Waits until every other process has loaded its model.
 
         Raises EngineEnded when one cannot, and PeerError when one is gone.
@@ -131,7 +131,7 @@ class RemoteEngine(SharedEngine):
 class LearnersEngine(SharedEngine):
     """Of processes that all learn and sample: each has stepped its weights itself, and none are sent."""
 
-    def __init__(self, world: World, own: InProcessEngine) -> None:
+    def __init__(self, world: World, own: LocalEngine) -> None:
         """Raises what `SharedEngine` raises."""
         super().__init__(world, own)
         self._own = own
@@ -142,11 +142,16 @@ class LearnersEngine(SharedEngine):
         self.weight_version = version
         return self._own.weights_changed(version)
 
+    def sleep(self) -> None:
+        for link in self.links:
+            link.channel.send("sleep")
+        self._own.sleep()
+
 
 class _Here:
     """The engine of this process. It plays while the others do, since those have been asked before."""
 
-    def __init__(self, engine: InProcessEngine) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
         self.ask = engine.play
         self.forget_features = engine.forget_features

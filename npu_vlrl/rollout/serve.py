@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
-from typing import TypeVar
 
 from npu_vlrl.rollout.local import LocalEngine
 from npu_vlrl.rollout.wire import RoundReader, pack_outcomes
@@ -15,13 +14,11 @@ from npu_vlrl.sync.disk import DiskReceiver
 from npu_vlrl.sync.weights import SyncError, WeightReceiver
 from npu_vlrl.sync.world import LEARNER, PeerError, World
 
-Engine = TypeVar("Engine", bound=LocalEngine)
-
 Handlers = Mapping[str, Callable[[Message], None]]
 """What to do with a message of each kind."""
 
 Duties = Callable[[World, LocalEngine], Handlers]
-"""What an engine process does beside rounds."""
+"""What an engine process does beside rounds, once the learner knows that it is ready."""
 
 
 def weights_by_transfer(world: World, engine: LocalEngine) -> Handlers:
@@ -46,10 +43,9 @@ def _by(receiver: WeightReceiver, engine: LocalEngine) -> Handlers:
 
 def serve(
     world: World,
-    load: Callable[[Path], Engine],
-    duties: Callable[[World, Engine], Handlers] = weights_by_transfer,
+    load: Callable[[Path], tuple[LocalEngine, Duties]],
 ) -> None:
-    """`load` makes the engine, once the learner says where a `tiny:` model is; `duties` are what it does beside rounds.
+    """`load` makes the engine, once the learner says where a `tiny:` model is.
 
     Raises PeerError when the learner is gone. Any other error is told to the learner, and raised when that has ended:
     whoever started the processes ends all of them as soon as one fails, and the learner should say why first.
@@ -59,7 +55,7 @@ def serve(
         first = channel.receive()
         if first.kind == "stop":
             return
-        engine = load(Path(first.content["scratch"]))
+        engine, duties = load(Path(first.content["scratch"]))
         channel.send("ready")
         handlers = {**_rounds(channel, engine), **duties(world, engine)}
         while (message := channel.receive()).kind != "stop":
@@ -86,4 +82,9 @@ def _rounds(channel: Channel, engine: LocalEngine) -> Handlers:
         content, blobs = pack_outcomes(engine.sample(reader.unpack(message)))
         channel.send("answers", {**content, "counts": astuple(engine.counted())}, blobs)
 
-    return {"round": play, "pause": lambda _: None, "forget_features": lambda _: engine.forget_features()}
+    return {
+        "round": play,
+        "pause": lambda _: None,
+        "sleep": lambda _: engine.sleep(),
+        "forget_features": lambda _: engine.forget_features(),
+    }

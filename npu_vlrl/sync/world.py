@@ -86,7 +86,7 @@ class World:
         self.abandoned = False
         """A collective was given up, and may wait in its thread for ever."""
         self.learners = range(learners)
-        self.engines = range(1 if learners == self.size else learners, self.size)
+        self.engines = range(1 if self.all_learn else learners, self.size)
         """Those that sample, but for rank 0."""
         apart = 1 < learners < self.size
         self.weights_group = self._group([LEARNER, *self.engines]) if apart else None
@@ -95,6 +95,10 @@ class World:
     @property
     def size(self) -> int:
         return len(self.peers)
+
+    @property
+    def all_learn(self) -> bool:
+        return len(self.learners) == self.size
 
     def channel(self, rank: int) -> Channel:
         return self._channels[rank]
@@ -132,7 +136,7 @@ class World:
         """Ends the connections, and the process group unless a collective hangs in it."""
         for channel in self._channels.values():
             channel.close()
-        if not self.abandoned:
+        if not self.abandoned and dist.is_initialized():  # vLLM's end in this process ends all groups
             dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ from npu_vlrl.rollout.collect import play
 from npu_vlrl.rollout.free import FreeEngine
 from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import EngineError, Outcome, Request
-from npu_vlrl.rollout.serve import serve
+from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer
 from npu_vlrl.sync.world import PeerError, World, join
 from npu_vlrl.types import Trajectory
 from npu_vlrl.workflow.export import export
@@ -149,11 +149,11 @@ def lead(world: World, folder: Path) -> None:
 
 
 def follow(world: World) -> None:
-    def start(scratch: Path) -> InProcessEngine:
+    def start(scratch: Path) -> tuple[InProcessEngine, Duties]:
         loaded = load(scratch)
         made = WaitsToBeInterrupted(loaded.policy, VisionFeatures(loaded.policy, loaded.processor, 2**26))
         made.rank = world.rank
-        return made
+        return made, weights_by_transfer
 
     serve(world, start)
 

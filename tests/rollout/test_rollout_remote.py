@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.remote_actor import KILLED, MEMBERS, OUT_OF_MEMORY, TASKS, TIMEOUT_S
+from tests.rollout.remote_actor import KILLED, MEMBERS, OUT_OF_MEMORY, TASKS
 from tests.support.models import tiny_folder
 from tests.support.ranks import Forked, finish, fork, said
 
@@ -99,15 +99,14 @@ def test_an_engine_keeps_sessions_that_go_on_and_no_others(matched: list[Seen]) 
 
 
 def test_an_engine_that_fails_in_a_round_is_named(matched: list[Seen]) -> None:
-    kind, message, _ = matched[0][str(OUT_OF_MEMORY)]
+    kind, message = matched[0][str(OUT_OF_MEMORY)]
     assert kind == "EngineError" and message.startswith("engine 1 (rank 1, process ")
     assert message.endswith(": MemoryError: no room for the cache")
 
 
 def test_an_engine_killed_in_a_round_is_named_while_another_computes_on(matched: list[Seen]) -> None:
-    kind, message, seconds = matched[0][str(KILLED)]
+    kind, message = matched[0][str(KILLED)]
     assert kind == "PeerError" and message.startswith("engine 1 (rank 1, process ") and " is gone" in message
-    assert seconds < TIMEOUT_S / 2  # it waited for neither the timeout nor the other engine
 
 
 def test_an_engine_that_cannot_load_its_model_is_named(tmp_path: Path) -> None:

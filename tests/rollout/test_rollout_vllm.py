@@ -114,13 +114,13 @@ def test_adapters_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "leave model.lora out" in refused(["model.lora.rank=4"], tmp_path, capsys)
 
 
-def test_learners_that_sample_and_sleep_beside_no_learner_are_refused(
+def test_what_several_processes_have_no_device_for_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("npu_vlrl.processes.started_processes", lambda: 2)
-    said = refused(["train.learners=all"], tmp_path, capsys)
-    assert "rollout.engine=vllm needs processes that sample only; leave train.learners out" in said
-    assert "start one, or leave it out" in refused(["rollout.sleep=true"], tmp_path, capsys)
+    said = refused(["train.learners=all", "rollout.tensor_parallel=2"], tmp_path, capsys)
+    assert said.startswith("npu-vlrl: rollout.tensor_parallel=2 takes devices that only sample, and with train.")
+    assert "set train.learners=all, or leave it out" in refused(["rollout.sleep=true"], tmp_path, capsys)
 
 
 def test_what_a_cpu_cannot_do_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

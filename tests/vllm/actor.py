@@ -16,7 +16,7 @@ from npu_vlrl.config import ModelConfig
 from npu_vlrl.hardware import select
 from npu_vlrl.model.load import load_model
 from npu_vlrl.rollout import remote
-from npu_vlrl.rollout.serve import serve
+from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer
 from npu_vlrl.rollout.vllm import VllmEngine, import_vllm
 from npu_vlrl.sync.world import World, join
 from npu_vlrl.types import Sample
@@ -80,7 +80,7 @@ def learner(world: World, folder: Path) -> dict[str, object]:
 def engine(world: World, workers: int) -> None:
     with ExitStack() as cleanup:
 
-        def start(folder: Path) -> VllmEngine:
+        def start(folder: Path) -> tuple[VllmEngine, Duties]:
             outline = load_model(ModelConfig(path=str(folder)), folder, 0, torch.device("meta"))
             assert all(p.device.type == "meta" for p in outline.policy.model.parameters())
             made = VllmEngine(
@@ -95,7 +95,7 @@ def engine(world: World, workers: int) -> None:
                 workers=workers,
             )
             cleanup.callback(made.close)
-            return made
+            return made, weights_by_transfer
 
         serve(world, start)
 

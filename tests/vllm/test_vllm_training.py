@@ -78,6 +78,16 @@ def test_a_training_with_an_engine_process(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "run" / "weights").iterdir()] == ["3.safetensors"]
 
 
+def test_a_training_of_two_that_learn_and_sample(tmp_path: Path) -> None:
+    """Each has vLLM beside its learner, and a part of the weights; the entropy moves them."""
+    words = ("train.learners=all", "train.shard=true", "algorithm.entropy_coef=0.01", "optim.lr=0.01")
+    lines = train(tmp_path / "run", "vllm", *words, processes=2)
+    steps = [line for line in lines if "gap_max" in line]
+    assert len(steps) == 3
+    assert all(0 < line["gap_max"] < 1e-4 and line["sync/bytes"] > 0 and line["grad_norm"] > 0 for line in steps)
+    assert versions(tmp_path / "run") == {0: {0}, 1: {1}, 2: {2}}
+
+
 def test_an_asynchronous_training_with_an_engine_process(tmp_path: Path) -> None:
     """vLLM is interrupted by new weights; the learner compares the tokens of the weights that it has."""
     words = ("train.staleness=1", "algorithm.correction=tis", "algorithm.entropy_coef=0.01", "optim.lr=0.01")

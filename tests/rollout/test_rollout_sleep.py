@@ -1,0 +1,63 @@
+"""Where all processes learn and sample, all engines give their memory back before any learner computes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from npu_vlrl.rollout import remote
+from npu_vlrl.rollout.local import LocalEngine
+from npu_vlrl.rollout.rounds import Outcome, Request
+from npu_vlrl.rollout.serve import Duties, serve
+from npu_vlrl.sync.buckets import Holder
+from npu_vlrl.sync.channel import Channel, Peer
+
+
+class Sleeper(LocalEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def sleep(self) -> None:
+        self.told.append("sleep")
+
+    def weights_changed(self, version: int) -> dict[str, float]:
+        self.told.append(f"weights {version}")
+        return {}
+
+    def forget_features(self) -> None: ...
+    def forget_session(self, number: int) -> None: ...
+    def sample(self, requests: Sequence[Request]) -> list[Outcome]:
+        return []
+
+    def holder(self) -> Holder:
+        raise AssertionError("nothing is sent to who learns")
+
+
+def test_all_sleep_after_a_rollout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = socket.create_connection(server.getsockname()), server.accept()[0]
+    near, far = (Channel(end, Peer(rank, "a process", "here", 1), 5.0) for end, rank in zip(ends, (1, 0), strict=True))
+    here, there = Sleeper(), Sleeper()
+
+    def world(channel: Channel) -> Any:
+        limits = {"timeout_s": 5.0, "start_timeout_s": 5.0}
+        return SimpleNamespace(size=2, engines=[1], channel=lambda rank: channel, close=channel.close, **limits)
+
+    def load(scratch: Path) -> tuple[LocalEngine, Duties]:
+        changed = {"weights_changed": lambda message: there.weights_changed(message.content["version"])}
+        return there, lambda world, engine: changed
+
+    follower = threading.Thread(target=serve, args=(world(far), load), daemon=True)
+    follower.start()
+    remote.begin(world(near), Path("scratch"))
+    engine = remote.LearnersEngine(world(near), here)
+    engine.sleep()
+    engine.weights_changed(7)
+    remote.stop(world(near))
+    follower.join()
+    assert here.told == there.told == ["sleep", "weights 7"]
