@@ -181,7 +181,7 @@ class RolloutConfig(Section):
     tensor_parallel: Count = 1
     """Devices over which vLLM splits the model; each engine process has as many."""
     sleep: bool = False
-    """vLLM in the learner's process gives its memory back while the learner computes."""
+    """vLLM beside a learner gives its memory back while that computes."""
     groups: Count = 16
     """Tasks a step."""
     group_size: Count = 4
