@@ -36,9 +36,9 @@ def rollout_only(config: Config) -> None:
 
 
 async def _play(run: Run) -> None:
-    run.parts.engine.weights_changed(0)
     for step in range(run.config.train.steps):
         began = time.monotonic()
+        run.parts.engine.weights_changed(0)  # or it would sleep from the first rollout on
         rollout = await run.rollout(step)
         failed = [trajectory for group in rollout.failed for trajectory in group]
         run.folder.trajectories(step, [*rollout.trajectories, *failed], {})

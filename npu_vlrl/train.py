@@ -41,6 +41,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
     began = time.monotonic()
     config, engine = run.config, run.parts.engine
 
+    engine.sleep()  # until there is something to sample
     await warm_start(run)
     learner = run.new_learner()
     start = run.resume(learner)

@@ -21,6 +21,8 @@ CASES = {
     "sleep": (1, ("rollout.sleep=true", "rollout.record=false")),
     "engine process": (2, ("rollout.record=false",)),
     "split over two": (1, ("rollout.tensor_parallel=2", "rollout.record=false")),
+    "beside two learners": (2, ("train.learners=all", "train.shard=true", "rollout.record=false")),
+    "beside two, in turns": (2, ("train.learners=all", "rollout.sleep=true", "rollout.record=false")),
     "asynchronous": (2, ("train.staleness=1", "algorithm.correction=tis", "rollout.record=false")),
 }
 
