@@ -41,10 +41,7 @@ def _by(receiver: WeightReceiver, engine: LocalEngine) -> Handlers:
     return {"weights": weights}
 
 
-def serve(
-    world: World,
-    load: Callable[[Path], tuple[LocalEngine, Duties]],
-) -> None:
+def serve(world: World, load: Callable[[Path], tuple[LocalEngine, Duties]]) -> None:
     """`load` makes the engine, once the learner says where a `tiny:` model is.
 
     Raises PeerError when the learner is gone. Any other error is told to the learner, and raised when that has ended:

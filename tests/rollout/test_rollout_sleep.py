@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from npu_vlrl.rollout.rounds import Outcome, Request
 from npu_vlrl.rollout.serve import Duties, serve
 from npu_vlrl.sync.buckets import Holder
 from npu_vlrl.sync.channel import Channel, Peer
+from tests.support.sockets import connected
 
 
 class Sleeper(LocalEngine):
@@ -39,9 +39,9 @@ class Sleeper(LocalEngine):
 
 
 def test_all_sleep_after_a_rollout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ends = socket.create_connection(server.getsockname()), server.accept()[0]
-    near, far = (Channel(end, Peer(rank, "a process", "here", 1), 5.0) for end, rank in zip(ends, (1, 0), strict=True))
+    near, far = (
+        Channel(end, Peer(rank, "a process", "here", 1), 5.0) for end, rank in zip(connected(), (1, 0), strict=True)
+    )
     here, there = Sleeper(), Sleeper()
 
     def world(channel: Channel) -> Any:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from npu_vlrl.sync import world
 from npu_vlrl.sync.channel import Channel, Message, Peer, PeerError
+from tests.support.sockets import connected
 
 LEARNER, ENGINE = Peer(0, "learner", "here", 11), Peer(1, "engine 1", "there", 12)
 
@@ -20,9 +21,7 @@ LEARNER, ENGINE = Peer(0, "learner", "here", 11), Peer(1, "engine 1", "there", 1
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, socket.socket]]:
     """A channel to `ENGINE`, and that one's bare socket."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
-        far, _ = server.accept()
+    near, far = connected()
     channel = Channel(near, ENGINE, timeout_s=0.3)
     yield channel, far
     channel.close()

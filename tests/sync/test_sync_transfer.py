@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from npu_vlrl.sync.plan import make_plan
 from npu_vlrl.sync.transfer import POLL_S, TransferTimeout, guarded
 from npu_vlrl.sync.weights import WeightReceiver, count_optimizer_steps
 from npu_vlrl.sync.world import World
+from tests.support.sockets import connected
 
 
 class Process:
@@ -111,9 +111,7 @@ def test_the_reason_that_comes_after_the_error_is_raised_instead(world: Any) -> 
 
 def test_a_word_of_the_learner_that_comes_at_once_is_its_answer(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not its end, although the thread that said the checksums has not come back yet."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ends = socket.create_connection(server.getsockname()), server.accept()[0]
-    learner, engine = (Channel(end, Peer(0, "learner", "here", 1), 5.0) for end in ends)
+    learner, engine = (Channel(end, Peer(0, "learner", "here", 1), 5.0) for end in connected())
     world.timeout_s, world.weights_group, world.channel = 5.0, None, lambda rank: engine
     receiver, say = WeightReceiver(world, in_place({})), engine.send
 
