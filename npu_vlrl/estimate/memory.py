@@ -226,34 +226,24 @@ class MemoryModel:
     def saved_by_layer(self, one: Pass) -> float:
         """Bytes that a decoder layer leaves behind for its backward pass.
 
-        Both norms keep their input and give theirs to products, which keep it where their weight is trained. Attention
-        keeps rotated queries and keys, values, its output, and a float32 a head; norms of queries and keys keep what
-        they were given. SwiGLU keeps both of its inputs, and the last product the result. Adapters are in float32, and
-        each keeps a copy of its input in that.
+        Both norms keep their input and give theirs to products, which keep it for the weight or the adapter that is
+        trained. Attention keeps rotated queries and keys, values, its output, and a float32 a head; norms of queries
+        and keys keep what they were given. SwiGLU keeps both of its inputs, and the last product the result. An adapter
+        keeps its narrow middle.
         """
         hidden, inner, (_, key_heads, width) = self._hidden, self._settings.intermediate_size, self.policy.kv_shape
         heads = self._settings.num_attention_heads
         layer = self.policy.text.layers[0]
-        elements = 2 * hidden + 2 * heads * width + 2 * inner
+        elements = 4 * hidden + 2 * heads * width + 3 * inner
         if hasattr(layer.self_attn, "q_norm"):
             elements += (heads + key_heads) * width
-        adapters = [m for m in layer.modules() if hasattr(m, "lora_A")]
-        copies = adapters if self._item < 4 else []  # what is in float32 already need not be copied
-        if not copies:
-            elements += 2 * hidden + inner
-        adapted = 4 * sum(next(iter(module.r.values())) for module in adapters)
-        adapted += 4 * sum(module.in_features for module in copies)
+        elements += sum(next(iter(module.r.values())) for module in layer.modules() if hasattr(module, "lora_A"))
         keys = 2 * key_heads * width * self._item
-        return one.tokens * (elements * self._item + 4 * heads + adapted) + one.path * keys
+        return one.tokens * (elements * self._item + 4 * heads) + one.path * keys
 
     def _layer_backward(self, one: Pass) -> float:
-        """Gradients of a layer's activations. Those of SwiGLU's inputs and output are the largest; with an adapter in
-        float32, those of the last product's input: by the adapter, the same in 16 bits, and by the weight.
-        """
-        item = self._item
-        adapted = self.policy.has_adapter and item < 4
-        inner = (4 + 2 * item if adapted else 3 * item) * self._settings.intermediate_size
-        return one.tokens * (inner + 2 * self._hidden * item)
+        """Gradients of a layer's activations. Those of SwiGLU's inputs and output are the largest."""
+        return one.tokens * (3 * self._settings.intermediate_size + 2 * self._hidden) * self._item
 
     def _head(self, one: Pass) -> _Part:
         """The last norm, and the scores of tokens, whose logits never exist at once."""

@@ -39,7 +39,7 @@ class ShardedPolicy(Policy):
         self._ranks = ranks
         self._dtype = policy.dtype
         self.tower_is_divided = not self.vision_is_frozen
-        narrow = self._dtype.itemsize < 4 and not self.has_adapter  # adapters are in float32 and compute in it
+        narrow = self._dtype.itemsize < 4
         self._root = _divide(
             self._parts(),
             _Passage(self.model),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.vllm.test_vllm_training import train, versions
 
@@ -16,15 +17,18 @@ WORDS = ("model.dtype=bfloat16", "algorithm.entropy_coef=0.01", "optim.lr=0.02",
 size: a vLLM that missed one would be nats away.
 """
 
-CASES = {
+ONE_DEVICE = {
     "one process": (1, ()),
     "sleep": (1, ("rollout.sleep=true", "rollout.record=false")),
+}
+TWO_DEVICES = {
     "engine process": (2, ("rollout.record=false",)),
     "split over two": (1, ("rollout.tensor_parallel=2", "rollout.record=false")),
     "beside two learners": (2, ("train.learners=all", "train.shard=true", "rollout.record=false")),
     "beside two, in turns": (2, ("train.learners=all", "rollout.sleep=true", "rollout.record=false")),
     "asynchronous": (2, ("train.staleness=1", "algorithm.correction=tis", "rollout.record=false")),
 }
+CASES = ONE_DEVICE | (TWO_DEVICES if torch.cuda.device_count() > 1 else {})
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -117,14 +117,13 @@ def test_masters_move_as_the_weights_of_a_float32_run_do(lr: float, budget: int)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_frozen_and_what_is_float32_has_no_master(name: str) -> None:
-    """peft keeps adapters in float32 on a model in bfloat16."""
+def test_what_is_frozen_has_no_master(name: str) -> None:
+    """Adapters are of the model's dtype; peft would make them float32."""
     learner = make_learner(narrow(**SETTINGS[name]))
     for parameter_name, parameter in learner.policy.model.named_parameters():
-        has_master = name != "lora" and not (name == "frozen" and ".visual." in parameter_name)
-        assert (master(parameter) is not parameter) == has_master
-        adapter = name == "lora" and "lora_" in parameter_name
-        assert parameter.dtype == (torch.float32 if adapter else torch.bfloat16)
+        trained = {"whole": True, "frozen": ".visual." not in parameter_name, "lora": "lora_" in parameter_name}[name]
+        assert (master(parameter) is not parameter) == trained
+        assert parameter.dtype == torch.bfloat16
     assert all(master(p).dtype == torch.float32 for p in learner.parameters.values())
 
 
