@@ -278,8 +278,6 @@ class Config(Section):
                 "rollout.tensor_parallel above 1 and rollout.sleep are for vLLM; set rollout.engine=vllm or leave them "
                 "out"
             )
-        if self.rollout.engine == "vllm" and self.model.lora is not None:
-            raise ValueError("rollout.engine=vllm takes whole weights only; leave model.lora out")
         if self.workflow.turn_tokens >= self.workflow.context_tokens:
             raise ValueError(
                 "workflow.turn_tokens must be smaller than workflow.context_tokens; lower it, or raise the other"

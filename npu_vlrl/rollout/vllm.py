@@ -3,7 +3,8 @@
 vLLM has weights of its own. After an update those that are trained are copied into them in place, and what vLLM keeps
 of the old ones is dropped: keys and values of prompts, and features of pictures. In the learner's process they are
 copied from the learner's; in an engine process they arrive in buckets, see `sync/weights.py`. There vLLM runs in worker
-processes of its own, which open the buckets by name (`rollout/shared.py`).
+processes of its own, which open the buckets by name (`rollout/shared.py`). An adapter is no part of the weights: vLLM
+computes it beside them, as the learner does, and reads each new one from a folder (`rollout/vllm_adapter.py`).
 
 A prompt is sent with one placeholder for each picture, which vLLM expands again; that it comes back as it was is
 checked. Pictures are sent at the size that they are cut into patches at, so vLLM has nothing to resize: other
@@ -17,7 +18,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from npu_vlrl.model.policy import Policy
 from npu_vlrl.rollout.local import LocalEngine
 from npu_vlrl.rollout.rounds import EngineError, Outcome, Request
 from npu_vlrl.rollout.shared import handle_of, shared_room
+from npu_vlrl.rollout.vllm_adapter import AdapterFolder
 from npu_vlrl.sync.buckets import Holder, handed_over
 from npu_vlrl.sync.plan import Fact, Plan, make_plan
 from npu_vlrl.types import Generation, Image, SamplingParams, StopReason
@@ -95,7 +97,6 @@ class VllmEngine(LocalEngine):
         Raises ConfigError where vLLM is not installed, and what vLLM raises for what it cannot do.
         """
         super().__init__()
-        assert not policy.has_adapter, "vLLM takes whole weights only"
         self.policy = policy
         self.processor = processor
         self.context_tokens = context_tokens
@@ -105,6 +106,9 @@ class VllmEngine(LocalEngine):
         self._sleeps = sleeps
         self._asleep = False
         self._ids = itertools.count()
+        self._adapter = AdapterFolder(policy) if policy.has_adapter else None
+        self._lora: Any = None
+        """The request for the newest adapter; a new one changes nothing, so there need be none before the first update."""
         self._vllm = import_vllm()
         if workers:  # they meet at a store of their own, and torch would look for it in torchrun's
             os.environ.pop(AGENT_STORE, None)
@@ -118,6 +122,7 @@ class VllmEngine(LocalEngine):
             str(folder),
             **(whole if device.type == "cpu" else {}),
             **(split if workers else {}),
+            **(self._adapter.options if self._adapter else {}),
             **({"enable_sleep_mode": True} if sleeps else {}),
             **({"gpu_memory_utilization": self._share(cache_bytes, device_bytes)} if device_bytes else {}),
             dtype=str(policy.head_weight.dtype).removeprefix("torch."),
@@ -190,16 +195,28 @@ class VllmEngine(LocalEngine):
     def close(self) -> None:
         """Gives the memory back."""
         self._llm.llm_engine.engine_core.shutdown()
+        if self._adapter:
+            self._adapter.close()
 
     def _take(self, plan: Plan, buckets: Sequence[Tensor]) -> None:
         """The workers copy from the buckets, each its share, before this returns."""
+        if self._adapter:
+            self._renew(plan.tensors(buckets))
+            return
         places = [(place.fact.to_json(), place.bucket, place.offset) for place in plan.places]
         self._llm.collective_rpc("take_weights", args=(places, [handle_of(bucket) for bucket in buckets]))
+
+    def _renew(self, adapter: Iterable[tuple[str, Tensor]]) -> None:
+        assert self._adapter is not None
+        self._lora = self._adapter.renewed(adapter)
+        self._llm.llm_engine.add_lora(self._lora)  # now, not with the first prompt: the folder is written again
 
     def _copy_trained(self) -> int:
         """From the learner of this process; returns the bytes."""
         trained = {name: parameter.detach() for name, parameter in self.policy.trainable().items()}
-        if self._workers:
+        if self._adapter:
+            self._renew(trained.items())
+        elif self._workers:
             plan = make_plan([Fact.of(name, tensor) for name, tensor in trained.items()], BUCKET_BYTES)
             buckets = [shared_room(size, self._device) for size in plan.bucket_sizes]
             for number, bucket in enumerate(buckets):
@@ -216,7 +233,7 @@ class VllmEngine(LocalEngine):
         turns = {str(next(self._ids)): _Turn() for _ in prompts}
         try:
             for name, prompt, param in zip(turns, self._llm._preprocess_cmpl(prompts), params, strict=True):
-                engine.add_request(name, prompt, param)
+                engine.add_request(name, prompt, param, lora_request=self._lora)
             while engine.has_unfinished_requests() and not self.interrupted():
                 for output in engine.step():
                     turns[output.request_id].add(output)

@@ -7,11 +7,9 @@ CPU, vLLM's products run on copies of the weights that no update reaches, and im
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
-
-from torch import Tensor
 
 from npu_vlrl.rollout.shared import Handle, opened
 from npu_vlrl.sync.plan import Fact, Place, Plan
@@ -32,10 +30,4 @@ class WeightTaker:
         buckets = [opened(handle) for handle in handles]
         of_buckets = (Place(Fact.from_json(fact), bucket, offset) for fact, bucket, offset in places)
         plan = Plan(tuple(of_buckets), tuple(map(len, buckets)))
-        self.model_runner.get_model().load_weights(tensors(plan, buckets))
-
-
-def tensors(plan: Plan, buckets: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """All that lies in the buckets, by name."""
-    for number, bucket in enumerate(buckets):
-        yield from plan.views(number, bucket).items()
+        self.model_runner.get_model().load_weights(plan.tensors(buckets))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -109,6 +109,11 @@ class Plan:
             for dtype in {place.fact.torch_dtype for place in self.buckets[bucket]}
         }
         return {place.fact.name: place.view(whole[place.fact.torch_dtype]) for place in self.buckets[bucket]}
+
+    def tensors(self, buffers: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """All parameters by name, as views into the memory of the buckets."""
+        for bucket, buffer in enumerate(buffers):
+            yield from self.views(bucket, buffer).items()
 
 
 def make_plan(facts: Sequence[Fact], bucket_bytes: int) -> Plan:

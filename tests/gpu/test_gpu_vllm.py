@@ -17,9 +17,13 @@ WORDS = ("model.dtype=bfloat16", "algorithm.entropy_coef=0.01", "optim.lr=0.02",
 size: a vLLM that missed one would be nats away.
 """
 
+ADAPTER = ("model.lora.rank=8", "warm_start.steps=0")
+
 ONE_DEVICE = {
     "one process": (1, ()),
     "sleep": (1, ("rollout.sleep=true", "rollout.record=false")),
+    "adapter": (1, ADAPTER),
+    "adapter, in turns": (1, (*ADAPTER, "rollout.sleep=true", "rollout.record=false")),
 }
 TWO_DEVICES = {
     "engine process": (2, ("rollout.record=false",)),
