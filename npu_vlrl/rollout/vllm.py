@@ -108,7 +108,7 @@ class VllmEngine(LocalEngine):
         self._ids = itertools.count()
         self._adapter = AdapterFolder(policy) if policy.has_adapter else None
         self._lora: Any = None
-        """The request for the newest adapter; a new one changes nothing, so there need be none before the first update."""
+        """The request for the newest adapter. One that was never trained changes nothing, so none need be there."""
         self._vllm = import_vllm()
         if workers:  # they meet at a store of their own, and torch would look for it in torchrun's
             os.environ.pop(AGENT_STORE, None)

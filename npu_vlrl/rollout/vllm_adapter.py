@@ -31,7 +31,7 @@ class AdapterFolder:
             raise ValueError(f"vLLM takes adapters up to rank {RANKS[-1]}; lower model.lora.rank={self._settings.r}")
         self._folder = tempfile.TemporaryDirectory(prefix="npu_vlrl_adapter_")
         self._held: dict[str, Tensor] = {}
-        self._number = 0
+        self._number = 0  # vLLM begins at 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -39,8 +39,8 @@ class AdapterFolder:
         return {"enable_lora": True, "max_lora_rank": self.room, "max_loras": 1}
 
     def renewed(self, tensors: Iterable[tuple[str, Tensor]]) -> Any:
-        """The request that makes vLLM read the adapter with these tensors in it, by their names in the policy. Those that
-        are not among them stay as they were; the first time there are all.
+        """The request that makes vLLM read the adapter with these tensors in it, which have their names in the policy.
+        Those that are not among them stay as they were; the first time there are all.
         """
         for name, tensor in tensors:
             self._held[name.replace(f".{NAME}.", ".")] = tensor.detach().cpu().clone()

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from npu_vlrl.hardware.npu import NpuPlatform
+from npu_vlrl.rollout.vllm_adapter import RANKS, AdapterFolder
 from tests import host_cann
+from tests.support.learning import SMALL_LORA
+from tests.support.models import load, tiny_folder
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(sys.prefix) / "vllm-ascend"
@@ -81,6 +84,26 @@ def test_the_calls_that_we_make() -> None:
     assert engine["add_request"][:3] == ["request_id", "prompt", "params"]
     assert engine["abort_request"][0] == "request_ids"
     assert {"step", "has_unfinished_requests", "reset_encoder_cache"} <= engine.keys()
+
+
+def test_an_adapter_is_taken_as_we_give_it() -> None:
+    policy = load(tiny_folder("qwen3"), lora=SMALL_LORA).policy
+    adapter = AdapterFolder(policy)
+    assert adapter.options.keys() <= fields("vllm/engine/arg_utils.py", "EngineArgs")
+    adapter.close()
+    source = ast.parse((SOURCES / "vllm" / "config" / "lora.py").read_text())
+    (ranks,) = [
+        node.value
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MaxLoRARanks"
+    ]
+    assert set(RANKS) <= set(ast.literal_eval(ast.unparse(ranks).removeprefix("Literal")))
+    body = definition("vllm/lora/request.py", "LoRARequest").body
+    names = [ast.unparse(item.target) for item in body if isinstance(item, ast.AnnAssign)]
+    assert names[:3] == ["lora_name", "lora_int_id", "lora_path"]
+    engine = methods("vllm/v1/engine/llm_engine.py", "LLMEngine")
+    assert "lora_request" in engine["add_request"] and engine["add_lora"] == ["lora_request"]
+    assert methods("vllm_ascend/worker/worker.py", "NPUWorker")["add_lora"] == ["lora_request"]
 
 
 def test_a_worker_on_an_npu_takes_weights_sleeps_and_wakes() -> None:

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from npu_vlrl.cli import main
+from npu_vlrl.config import LoraConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.rollout.rounds import Request
 from npu_vlrl.rollout.vllm import collapsed, size_limits
 from npu_vlrl.rollout.vllm import picture as pixels
+from npu_vlrl.rollout.vllm_adapter import AdapterFolder
 from npu_vlrl.types import Image, ImageInput, SamplingParams
 from tests.support.episodes import picture
+from tests.support.models import load, tiny_folder
 
 IMAGE = 7
 ROOT = Path(__file__).parents[2]
@@ -110,8 +113,10 @@ def test_an_environment_without_vllm_is_told(
     assert said.endswith("or set rollout.engine=inprocess\n")
 
 
-def test_adapters_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "leave model.lora out" in refused(["model.lora.rank=4"], tmp_path, capsys)
+def test_a_rank_that_vllm_has_no_room_for() -> None:
+    policy = load(tiny_folder("qwen3"), lora=LoraConfig(rank=513)).policy
+    with pytest.raises(ValueError, match="lower model.lora.rank=513"):
+        AdapterFolder(policy)
 
 
 def test_what_several_processes_have_no_device_for_is_refused(
