@@ -54,6 +54,7 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process with threads must not be forked
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it knows no seeds and no processed logprobs, so it would never be asked
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers on a CPU would each want a memory node of their own
 }
 
