@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from hypothesis import strategies as st
@@ -24,6 +22,7 @@ from npu_vlrl.types import (
     Message,
     SamplingParams,
     Segment,
+    Step,
     Task,
     ToolCall,
     ToolResult,
@@ -33,7 +32,7 @@ from npu_vlrl.types import (
 )
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
-from npu_vlrl.workflow.tools import ParsedCalls, Toolbox
+from npu_vlrl.workflow.tools import Toolbox
 from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
 from tests.support.models import VISION_KINDS
 
@@ -55,15 +54,6 @@ def task(name: str, parts: Sequence[str | Image], *script: Reply) -> Task:
     return Task(name, (Message("user", tuple(parts)),), "answer", "test", {"script": script})
 
 
-_coming: ContextVar[Iterator[tuple[int, Reply]]] = ContextVar("coming")
-
-
-def _scripted_calls(text: str) -> ParsedCalls:
-    turn, reply = next(_coming.get(), (0, Reply("")))
-    calls = () if reply.images is None else (ToolCall("show", {"turn": turn}),)
-    return ParsedCalls(calls, ())
-
-
 class _Tools(Toolbox):
     def __init__(self) -> None:
         super().__init__([])
@@ -82,12 +72,14 @@ class _Judge:
         return Verdict(0.1 * len(history), solved=False, feedback=script[len(history)].text or "no")
 
 
-class ScriptedWorkflow(VisionMultiTurnAgenticWorkflow):
-    """Takes feedback and tool results from `task.extra["script"]`; random models write no tool calls of their own."""
+class _Scripted(VisualQA):
+    """The tool is called where the script shows something; what a random model writes is no call, and no broken one."""
 
-    async def run(self, task: Task, session: EngineSession, group: str, member: int, sampling: Sampling) -> Trajectory:
-        _coming.set(iter(enumerate(task.extra["script"])))
-        return await super().run(task, session, group, member, sampling)
+    async def step(self, text: str, history: Sequence[Turn]) -> Step:
+        turn, script = len(history), self._task.extra["script"]
+        calls = turn < len(script) and script[turn].images is not None
+        wanted = f'<tool_call>{{"name": "show", "arguments": {{"turn": {turn}}}}}</tool_call>' if calls else ""
+        return await super().step(wanted, history)
 
 
 @dataclass
@@ -128,19 +120,18 @@ class Stage:
         self.recorder = RecordingEngine(self.engine)
         self.renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=loaded.folder.name)
 
-    def workflow(self, turn_tokens: int, context_tokens: int = 4000) -> ScriptedWorkflow:
+    def workflow(self, turn_tokens: int, context_tokens: int = 4000) -> VisionMultiTurnAgenticWorkflow:
         config = WorkflowConfig(
             max_turns=8, tools=("show",), turn_tokens=turn_tokens, context_tokens=context_tokens, feedback="no"
         )
-        return ScriptedWorkflow(config, self.renderer, lambda: VisualQA(config, _Judge(), _Tools()))
+        return VisionMultiTurnAgenticWorkflow(config, self.renderer, lambda: _Scripted(config, _Judge(), _Tools()))
 
     def play(
         self, tasks: Sequence[Task], members: int = 2, turn_tokens: int = 6, temperature: float = 1.0, seed: int = 0
     ) -> list[Trajectory]:
         """All episodes, played at once."""
         workflow, sampling = self.workflow(turn_tokens), Sampling(temperature, seed=seed)
-        with patch("npu_vlrl.workflow.environments.visual_qa.parse_tool_calls", _scripted_calls):
-            groups = asyncio.run(play(tasks, workflow, self.recorder, members, sampling, "test"))
+        groups = asyncio.run(play(tasks, workflow, self.recorder, members, sampling, "test"))
         return [trajectory for group in groups for trajectory in group]
 
 

@@ -33,6 +33,9 @@ HIDDEN = 128  # heads of 32: vLLM's attention on a CPU knows none of 16
 CONTEXT = 1024
 VISIBLE = 1e-3
 
+seeing = pytest.mark.parametrize("stage", [kind for kind in KINDS if is_vision(kind)], indirect=True)
+"""For tests of models that see."""
+
 
 class VllmStage(Stage):
     """A model with both engines; `engine` is that of vLLM."""
@@ -128,10 +131,9 @@ def test_sampled_tokens_of_several_turns(stage: VllmStage, temperature: float) -
     assert {version for sample in samples for version in sample.weight_versions} == {0}
 
 
+@seeing
 def test_a_picture_that_changed_is_seen(stage: VllmStage) -> None:
     """What vLLM sampled with one picture does not pass with another one of the same size."""
-    if not is_vision(stage.kind):
-        pytest.skip("reads no pictures")
     samples = episodes(stage)[:1]
     rgb = samples[0].images[0].image.rgb.copy()
     rgb[8:22, 4:18] = 255 - rgb[8:22, 4:18]
@@ -224,9 +226,8 @@ def _sample(stage: VllmStage, context: Sequence[Segment], answer: Any) -> Sample
     return Sample("s", "g", tuple(whole), (len(whole) - 1,), 0.0, 0.0, "e")
 
 
+@seeing
 def test_a_new_tower_is_seen_in_pictures_of_before(stage: VllmStage, restored: None) -> None:
-    if stage.policy.vision is None:
-        pytest.skip("has no tower")
     llm = stage.vllm._llm.llm_engine
     assert gap(stage, episodes(stage)) < TOLERANCE
     change(stage.policy.vision.parameters(), seed=2)
@@ -342,10 +343,10 @@ def test_a_request_that_cannot_be_played_fails_alone(stage: VllmStage) -> None:
     assert fine.token_ids == alone.token_ids
 
 
+@seeing
 def test_another_image_processor_is_noticed(stage: VllmStage) -> None:
     processor = stage.loaded.processor
-    if processor is None:
-        pytest.skip("reads no pictures")
+    assert processor is not None
     context = prompt(stage, picture(60, 60, 1), "up?")
     larger = dataclasses.replace(processor, min_pixels=200 * 200)
     with patch.object(stage.engine, "processor", larger):
@@ -353,10 +354,9 @@ def test_another_image_processor_is_noticed(stage: VllmStage) -> None:
     assert isinstance(answer, EngineError) and "its image processor and ours differ" in str(answer)
 
 
+@seeing
 def test_a_picture_that_was_resized_before(stage: VllmStage) -> None:
     """vLLM would round other pixels: the gap to the learner shows that it has nothing to resize."""
-    if not is_vision(stage.kind):
-        pytest.skip("reads no pictures")
     stage.recorder.asked.clear()
     tasks = [task("t", [picture(191, 77, 5), picture(33, 130, 6), "?"], Reply("see", (picture(41, 43, 7),)))]
     samples = export(stage.play(tasks), "concat", "best", 1.0, "test")
