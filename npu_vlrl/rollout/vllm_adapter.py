@@ -25,11 +25,12 @@ class AdapterFolder:
 
     def __init__(self, policy: Policy) -> None:
         """Raises ValueError for a rank that vLLM has no room for."""
-        self._settings: Any = policy.model.peft_config[NAME]
-        self.room = next((rank for rank in RANKS if rank >= self._settings.r), None)
+        settings: Any = policy.model.peft_config[NAME]
+        self.room = next((rank for rank in RANKS if rank >= settings.r), None)
         if self.room is None:
-            raise ValueError(f"vLLM takes adapters up to rank {RANKS[-1]}; lower model.lora.rank={self._settings.r}")
+            raise ValueError(f"vLLM takes adapters up to rank {RANKS[-1]}; lower model.lora.rank={settings.r}")
         self._folder = tempfile.TemporaryDirectory(prefix="npu_vlrl_adapter_")
+        settings.save_pretrained(self._folder.name)
         self._held: dict[str, Tensor] = {}
         self._number = 0  # vLLM begins at 1
 
@@ -43,13 +44,11 @@ class AdapterFolder:
         Those that are not among them stay as they were; the first time there are all.
         """
         for name, tensor in tensors:
-            self._held[name.replace(f".{NAME}.", ".")] = tensor.detach().cpu().clone()
-        folder = Path(self._folder.name)
-        self._settings.save_pretrained(folder)
-        save_file(self._held, folder / "adapter_model.safetensors")
+            self._held[name.replace(f".{NAME}.", ".")] = tensor.detach().to("cpu", copy=True)
+        save_file(self._held, Path(self._folder.name) / "adapter_model.safetensors")
         self._number += 1
         requests: Any = importlib.import_module("vllm.lora.request")
-        return requests.LoRARequest(f"update {self._number}", self._number, str(folder))
+        return requests.LoRARequest(f"update {self._number}", self._number, self._folder.name)
 
     def close(self) -> None:
         self._folder.cleanup()
