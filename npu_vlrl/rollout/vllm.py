@@ -6,9 +6,7 @@ copied from the learner's; in an engine process they arrive in buckets, see `syn
 processes of its own, which open the buckets by name (`rollout/shared.py`). An adapter is no part of the weights: vLLM
 computes it beside them, as the learner does, and reads each new one from a folder (`rollout/vllm_adapter.py`).
 
-A prompt is sent with one placeholder for each picture, which vLLM expands again; that it comes back as it was is
-checked. Pictures are sent at the size that they are cut into patches at, so vLLM has nothing to resize: other
-libraries round other pixels.
+What it reads is in `rollout/vllm_prompt.py`. That a prompt comes back as it was is checked.
 """
 
 from __future__ import annotations
@@ -29,15 +27,16 @@ import torch
 from torch import Tensor
 
 from npu_vlrl.config import ConfigError
-from npu_vlrl.data.processor import MAX_ASPECT, ImageProcessor
+from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.rollout.local import LocalEngine
 from npu_vlrl.rollout.rounds import EngineError, Outcome, Request
 from npu_vlrl.rollout.shared import handle_of, shared_room
 from npu_vlrl.rollout.vllm_adapter import AdapterFolder
+from npu_vlrl.rollout.vllm_prompt import collapsed, picture, size_limits
 from npu_vlrl.sync.buckets import Holder, handed_over
 from npu_vlrl.sync.plan import Fact, Plan, make_plan
-from npu_vlrl.types import Generation, Image, SamplingParams, StopReason
+from npu_vlrl.types import Generation, SamplingParams, StopReason
 
 NEVER = -1e9
 """Added to the logits of forbidden ids: their probability is then exactly zero."""
@@ -326,45 +325,6 @@ class _Turn:
         self.ids += drawn.token_ids
         self.logprobs += [of[token].logprob for token, of in zip(drawn.token_ids, drawn.logprobs, strict=True)]
         self.finish_reason = drawn.finish_reason
-
-
-def collapsed(request: Request, placeholder: int | None) -> list[int]:
-    """The ids with one placeholder for each picture.
-
-    Raises ValueError when the placeholders do not stand together as the pictures expand.
-    """
-    ids, images, at = [], iter(request.images), 0
-    while at < len(request.token_ids):
-        token = request.token_ids[at]
-        ids.append(token)
-        size = 1
-        if token == placeholder:
-            image = next(images, None)
-            size = image.n_tokens if image is not None else 0
-            if not size or request.token_ids[at : at + size] != (placeholder,) * size:
-                raise ValueError(f"the placeholders at token {at} of the context are not those of its next picture")
-        at += size
-    if next(images, None) is not None:
-        raise ValueError("the context has more pictures than runs of placeholders")
-    return ids
-
-
-def size_limits(processor: ImageProcessor) -> dict[str, int]:
-    """Areas between which vLLM leaves a picture as it is: all that `picture` returns."""
-    block = processor.patch_size * processor.merge_size
-    narrow = MAX_ASPECT * block**2  # a picture one block wide is not shortened to max_pixels
-    return {"shortest_edge": processor.min_pixels, "longest_edge": max(processor.max_pixels, narrow)}
-
-
-def picture(processor: ImageProcessor, image: Image) -> PIL.Image.Image:
-    """The picture at the size that it is cut into patches at. Raises ValueError for one that vLLM takes at no size."""
-    rgb = processor.resized(image)
-    height, width = rgb.shape[:2]
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise ValueError(
-            f"vLLM takes no picture whose sides are as {max(height, width) // min(height, width)} to 1; crop it"
-        )
-    return PIL.Image.fromarray(rgb)
 
 
 def _reason(turn: _Turn, sampling: SamplingParams) -> StopReason:

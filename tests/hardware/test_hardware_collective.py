@@ -42,7 +42,9 @@ def test_a_wrong_sum_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_process_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter(tmp_path, monkeypatch, "[[ $rank == 0 ]] && exec sleep 600", "echo before >&2; echo no route >&2; exit 3")
+    interpreter(
+        tmp_path, monkeypatch, "[[ $rank == 0 ]] && exec sleep 600", "echo before >&2; echo no route >&2; exit 3"
+    )
     with pytest.raises(CollectiveError, match=r"^process 1 of 2 ended with code 3: no route$"):
         check(CpuPlatform(), timeout_s=60)  # returns before the test's time is over, since the other one was stopped
 

@@ -17,10 +17,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from npu_vlrl.cli import main
 from npu_vlrl.config import LoraConfig
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.rollout.rounds import Request
-from npu_vlrl.rollout.vllm import collapsed, size_limits
-from npu_vlrl.rollout.vllm import picture as pixels
 from npu_vlrl.rollout.vllm_adapter import AdapterFolder
+from npu_vlrl.rollout.vllm_prompt import collapsed, size_limits
+from npu_vlrl.rollout.vllm_prompt import picture as pixels
 from npu_vlrl.types import Image, ImageInput, SamplingParams
 from tests.support.episodes import picture
 from tests.support.models import load, tiny_folder
@@ -131,6 +132,25 @@ def test_what_several_processes_have_no_device_for_is_refused(
 def test_what_a_cpu_cannot_do_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(["rollout.sleep=true"], tmp_path, capsys)
     assert said == "npu-vlrl: rollout.sleep: vLLM cannot give memory back on the platform cpu; leave it out\n"
+
+
+def test_adapters_in_32_bits_are_for_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Accelerator(CpuPlatform):
+        def device(self, index: int = 0) -> torch.device:
+            return torch.device("meta", index)
+
+    monkeypatch.setitem(sys.modules, "vllm", None)  # what is not refused goes on to it
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    words = ["model.lora={}", "warm_start.steps=0", "model.dtype=float32"]
+    assert "needs vLLM" in refused(words, tmp_path, capsys)
+    monkeypatch.setattr("npu_vlrl.processes.select", Accelerator)
+    assert refused(words, tmp_path, capsys) == (
+        "npu-vlrl: model.lora with rollout.engine=vllm: on the platform cpu vLLM computes adapters in 16 bits only; "
+        "set model.dtype=bfloat16, or rollout.engine=inprocess\n"
+    )
+    assert "needs vLLM" in refused([*words[:2], "model.dtype=bfloat16"], tmp_path, capsys)
 
 
 @pytest.mark.parametrize("word", ["rollout.sleep=true", "rollout.tensor_parallel=2"])
