@@ -36,4 +36,12 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> None:
-    print(dump_config(load(options)), end="")
+    from npu_vlrl.learner.algorithm import resolve
+
+    config = load(options)
+    given = config.algorithm
+    filled = {key: value for key, value in vars(resolve(given)).items() if getattr(given, key) is None}
+    print(dump_config(config), end="")
+    for key, value in filled.items():
+        if value is not None:  # the estimator has no such setting
+            print(f"# algorithm.preset={given.preset} sets algorithm.{key}={str(value).lower()}")

@@ -46,6 +46,16 @@ def test_exit_code_0_config_prints_what_load_config_reads_back(base: Path, tmp_p
     assert load_config(copy) == load_config(base, ["train.steps=7", "run.dir=somewhere", "train.seed=3"])
 
 
+def test_config_tells_what_the_preset_fills_in(base: Path) -> None:
+    said = program("config", "--config", base, "algorithm.preset=dapo", "algorithm.clip_low=0.1").out.splitlines()
+    filled = {line for line in said if line.startswith("#")}
+    assert "# algorithm.preset=dapo sets algorithm.clip_high=0.28" in filled
+    assert "# algorithm.preset=dapo sets algorithm.dynamic_sampling=true" in filled
+    assert not [line for line in filled if "clip_low" in line or "gae_lambda" in line]  # given; not of this estimator
+    refused = program("config", "--config", base, "algorithm.preset=grpo", "algorithm.gae_lambda=0.9").refused()
+    assert "the estimator grpo has no such setting" in refused
+
+
 def test_exit_code_2_bad_input(base: Path, tmp_path: Path) -> None:
     done = command("train", "--config", base, "--run-dir", tmp_path / "r", NPU_VLRL_PLATFORM="xyz")
     assert (done.returncode, done.stdout) == (2, "")
