@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from tests.support.models import tiny_folder
 from tests.support.program import SMALL, Outcome, config_file, parquet, png, program, records, row
 
 
@@ -164,3 +166,29 @@ def test_a_reward_that_raises_or_hangs_for_some_answers(tmp_path: Path, folder: 
             assert (turn["judge_error"] is None) == (record["task"] == "good/0")
     assert rewards == {"good/0": [0.25] * 2, **{f"good/{i}": [-2.0] * 2 for i in (1, 2, 3)}}
     assert np.isfinite(step["reward"])
+
+
+def checked(tmp_path: Path, file: Path, *words: str, **changes: Any) -> Outcome:
+    values = {"train": {"path": str(file), **changes}, "eval": {"path": str(file.with_name("good.parquet"))}}
+    source = config_file(tmp_path, data=values, reward={"options": {"choices": ["up", "down"]}})
+    return program("data", "check", "--config", source, *SMALL, *words)
+
+
+def test_data_check_names_every_bad_row_before_a_training(tmp_path: Path, folder: Path) -> None:
+    """A picture of 28x28 pixels is one token, the placeholder that the template writes."""
+    found = checked(tmp_path, folder / "bad.parquet", max_skip_share=0.3)
+    told = found.out.splitlines()
+    assert told[0] == f"data.train ({folder / 'bad.parquet'}): 24 rows, 17 usable"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder("qwen2_5_vl"))
+    content = [{"type": "image"}, {"type": "text", "text": "Which way?"}]
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)["input_ids"]
+    n = len(ids)
+    assert told[1] == f"  prompt: {n} to {n} tokens, median {n}, of workflow.context_tokens=4096"
+    assert told[2:4] == ["  pictures in a prompt: 1 to 1", "  kinds: made 17"]
+    for line, (number, (reason, _)) in zip(told[4:11], BAD.items(), strict=True):
+        assert line.startswith(f"  bad.parquet row {number}, {reason}")
+    assert told[11] == f"data.eval ({folder / 'good.parquet'}): 4 rows, 4 usable"
+    assert found.code == 0  # 7 of 24 are allowed, and these no more
+    assert checked(tmp_path, folder / "bad.parquet", max_skip_share=0.25).code == 2
+    small = checked(tmp_path, folder / "good.parquet", f"workflow.context_tokens={n}", "--limit", "3")
+    assert small.code == 2 and small.out.count(f"the prompt has {n} tokens and does not fit") == 6
