@@ -196,6 +196,7 @@ def task_source(
         shuffle=config.shuffle,
         max_skip_share=config.max_skip_share,
         check_answer=check_answer,
+        columns=config.columns,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from npu_vlrl.config import ColumnsConfig
 from npu_vlrl.data.records import TaskFile, load_tasks
 from npu_vlrl.types import DataError, Task
 
@@ -38,6 +39,7 @@ class TaskSource:
         root: Path | None = None,
         max_skip_share: float = 0.05,
         check_answer: Callable[[str], None] | None = None,
+        columns: ColumnsConfig | None = None,
     ) -> TaskSource:
         """Rows of a file (see `load_tasks`), epoch after epoch, in a new order each when `shuffle` is on.
 
@@ -45,7 +47,7 @@ class TaskSource:
         A row that is no task, or fails that check, is skipped and noted in `skipped`. DataError ends the stream when
         more than `max_skip_share` of at least 20 rows were skipped, or every row of the file.
         """
-        return _RecordSource(load_tasks(path, root), seed, shuffle, max_skip_share, check_answer)
+        return _RecordSource(load_tasks(path, root, columns), seed, shuffle, max_skip_share, check_answer)
 
     @classmethod
     def generated(cls, make: Callable[[int], Task]) -> TaskSource:
