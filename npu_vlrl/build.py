@@ -76,6 +76,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     setting = make_setting(config, cleanup)
     with blaming("data"):
         train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
+        train_tasks.try_first()  # not after a model is loaded, and an evaluation played
         eval_tasks, eval_skipped = evaluation_tasks(config, setting.check_gold)
     world = join_engines(config, platform, cleanup) if started_processes() > 1 else None
     ranks = learning_ranks(world)

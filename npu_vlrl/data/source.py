@@ -58,6 +58,12 @@ class TaskSource:
         """The next `n` tasks."""
         return [self.draw()[1] for _ in range(n)]
 
+    def try_first(self) -> None:
+        """Reads the first rows as `next` would, and goes back. Raises DataError where they would end the stream."""
+        before = self.state_dict()
+        self.next(MIN_ROWS_SEEN)
+        self.load_state_dict(before)
+
     def draw(self) -> tuple[int, Task]:
         """The next task and its position; no two tasks of a run have the same one."""
         while True:
