@@ -71,6 +71,11 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
             "algorithm.advantage=gigpo compares states, and environment.name=visual_qa does not name them; choose a "
             "game or another algorithm.preset"
         )
+    if algorithm.with_observations and config.workflow.export_style == "individual":
+        raise ConfigError(
+            "algorithm.loss_mask=false and algorithm.advantage_mask=false are about tokens between turns, and with "
+            "workflow.export_style=individual a sample has one turn; set export_style=concat, or both masks to true"
+        )
     check_asynchronous(config, algorithm)
     rollout, evaluation = config.rollout, config.evaluation
     setting = make_setting(config, cleanup)

@@ -52,6 +52,9 @@ class Evaluation:
         self.results: list[TaskResult] = []
         self.errors: list[str] = []
         """Why samples could not be used."""
+        self.judge_errors: list[str] = []
+        """Why answers could not be judged, of the `judged` that there are."""
+        self.judged = 0
 
     async def play(self) -> list[Trajectory]:
         """Plays the next batch, and counts it; a failed sample counts as wrong."""
@@ -102,3 +105,6 @@ class Evaluation:
             own = records[index * n : (index + 1) * n]
             self.results.append(task_result(task, own, workflow.reward_mode, workflow.turn_discount, patch))
         self.errors += [record["error"] for record in records if record["error"] is not None]
+        answered = [turn for record in records for turn in record["turns"] if turn["verdict"] is not None]
+        self.judge_errors += [turn["judge_error"] for turn in answered if turn["judge_error"] is not None]
+        self.judged += len(answered)

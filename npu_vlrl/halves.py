@@ -42,7 +42,8 @@ async def _play(run: Run) -> None:
         rollout = await run.rollout(step)
         failed = [trajectory for group in rollout.failed for trajectory in group]
         run.folder.trajectories(step, [*rollout.trajectories, *failed], {})
-        metrics = rollout_metrics(rollout.trajectories, run.export(rollout.trajectories)) | rollout.metrics
+        samples = run.export(rollout.trajectories)
+        metrics = rollout_metrics(rollout.trajectories, samples, run.config.workflow) | rollout.metrics
         metrics["rollout_seconds"] = time.monotonic() - began
         run.folder.metrics(step, metrics)
         for message in rollout.errors:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from npu_vlrl.report.metrics import rollout_metrics, throughput
 from npu_vlrl.report.run_folder import RunFolder, versions
 from npu_vlrl.report.sinks import Opening, Sinks, check_installed
 from npu_vlrl.report.token_values import token_values
-from npu_vlrl.rollout.collect import Rollout, collect
+from npu_vlrl.rollout.collect import Rollout, RolloutError, collect
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
 from npu_vlrl.types import Sample, Trajectory
@@ -157,6 +159,9 @@ class Run:
         self.sinks.scalars(step, flat)
         for error in evaluation.errors[:3]:
             self.console.line(f"evaluation skipped {error}")
+        for error in islice(_counted(evaluation.judge_errors), 3):
+            self.console.line(f"evaluation: {error}")
+        self._check_share(evaluation.judge_errors, evaluation.judged)
         return found["all"]
 
     def records(self, step: int) -> bool:
@@ -170,7 +175,7 @@ class Run:
         """Shows and records a finished step."""
         run, trajectories = self.config.run, rollout.trajectories
         counts, vision = self.parts.engine.counts, self.parts.vision
-        metrics = rollout_metrics(trajectories, samples) | metrics
+        metrics = rollout_metrics(trajectories, samples, self.config.workflow) | metrics
         metrics |= throughput(trajectories, metrics["seconds"])
         metrics |= {
             "failed_groups": len(rollout.failed),
@@ -202,11 +207,21 @@ class Run:
     def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
         """What went wrong since the last call."""
         yield from rollout.errors
-        yield from (turn.judge_error for t in rollout.trajectories for turn in t.turns if turn.judge_error)
+        yield from _counted(turn.judge_error for t in rollout.trajectories for turn in t.turns if turn.judge_error)
         records = list(self.parts.train_tasks.skipped.values())
         yield from (f"skipped {message}" for message in records[self._told_records :])
         yield from (f"update skipped, not finite: sample {name}" for name in learner.skipped[self._told_updates :])
         self._told_records, self._told_updates = len(records), len(learner.skipped)
+
+    def check_judged(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raises RolloutError when the judge failed of more answers than samples may fail."""
+        turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+        self._check_share([t.judge_error for t in turns if t.judge_error], sum(t.verdict is not None for t in turns))
+
+    def _check_share(self, errors: Sequence[str], answers: int) -> None:
+        if len(errors) > self.config.rollout.max_failed_share * answers:
+            shown = "\n  ".join(islice(_counted(errors), 5))
+            raise RolloutError(f"{len(errors)} of {answers} answers could not be judged:\n  {shown}")
 
     def save(self, steps: int, learner: LearnerGroup, tasks: dict[str, Any]) -> Path:
         """`tasks` is the state of the source of tasks; another thread may draw from it meanwhile."""
@@ -228,3 +243,9 @@ class Run:
         self.folder.summary(summary)
         self.console.summary(self.evaluations, self.folder.path)
         return summary
+
+
+def _counted(messages: Iterable[str]) -> Iterator[str]:
+    """Each once, the most frequent one first."""
+    for message, times in Counter(messages).most_common():
+        yield f"{message} ({times} times)" if times > 1 else message

@@ -254,6 +254,15 @@ def test_sections_name_every_key() -> None:
     assert sorted(keys) == sorted(leaves(dumped, ""))
 
 
+def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither YAML nor a shell puts one into `run.dir=~/x`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = {"model": {"path": "~/m"}, "data": {"train": {"path": "~/t.parquet"}}, "run": {"dir": "~/r/~"}}
+    config = Config.model_validate(values)
+    assert (config.model.path, config.data.train.path) == (f"{tmp_path}/m", f"{tmp_path}/t.parquet")
+    assert config.run.dir == f"{tmp_path}/r/~"
+
+
 def test_configurations_are_read_only(base: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_config(base).train.steps = 1

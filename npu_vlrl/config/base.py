@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +17,11 @@ CountOrOff = Annotated[int, Field(ge=0)]
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names the key and what to change."""
+
+
+def at_home(path: str | None) -> str | None:
+    """A path with the home that a `~` in front stands for; no shell puts one behind a `key=`."""
+    return None if path is None else os.path.expanduser(path)
 
 
 class Section(BaseModel):

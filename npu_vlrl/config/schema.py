@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from npu_vlrl.config.base import Count, CountOrOff, NonNegative, Positive, Section, Share
+from npu_vlrl.config.base import Count, CountOrOff, NonNegative, Positive, Section, Share, at_home
 from npu_vlrl.config.training import AlgorithmConfig, CriticConfig, OptimConfig, TrainConfig, WarmStartConfig
 
 
@@ -29,6 +29,8 @@ class RunConfig(Section):
     """Newest checkpoints that are kept; older ones are removed."""
     sinks: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = ()
     """Where metrics, pictures and the configuration go besides the run folder; see docs/live.md."""
+
+    _at_home = field_validator("dir")(at_home)
 
 
 class LoraConfig(Section):
@@ -58,6 +60,8 @@ class ModelConfig(Section):
     max_pixels: Count | None = None
     """Images with more pixels are made smaller; null takes the number of the model folder."""
 
+    _at_home = field_validator("path")(at_home)
+
 
 class ColumnsConfig(Section):
     """Which columns of a file hold what, where they have not the names of verl's schema (docs/data.md)."""
@@ -83,6 +87,8 @@ class SourceConfig(Section):
     """Takes the records of a file in another order in each epoch, which `train.seed` decides."""
     max_skip_share: Share = 0.1
     """Share of unusable records (counted and reported) above which the run ends."""
+
+    _at_home = field_validator("path")(at_home)
 
     @model_validator(mode="after")
     def _one_source(self) -> SourceConfig:
@@ -215,7 +221,7 @@ class RolloutConfig(Section):
     record: bool = True
     """Records a step of decoding and replays it, where the device can: launching it anew takes longer than its work."""
     max_failed_share: Share = 0.5
-    """Share of failed groups in a step above which the run ends."""
+    """Share of failed groups in a step, or of answers that could not be judged, above which the run ends."""
 
 
 class EvalConfig(Section):

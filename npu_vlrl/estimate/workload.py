@@ -14,7 +14,7 @@ from npu_vlrl.rollout.inprocess import PREFILL_TOKENS
 from npu_vlrl.types import Image, ImageInput
 
 TEXT = 256
-"""Tokens of a task's text, system message included."""
+"""Tokens of a task's text, system message included; fewer where the context has no room for them."""
 REPLY = 32
 """Tokens of text that answer a turn."""
 
@@ -57,14 +57,16 @@ def largest_episode(
     image = None if processor is None else processor.describe(Image(np.zeros((height, width, 3), np.uint8)))
     later = image if workflow.tools or config.environment.is_game else None
     seen = image.n_tokens + 2 if image else 0
-    opening, reply = TEXT + seen, REPLY + (seen if later else 0)
+    reply = REPLY + (seen if later else 0)
     sampled = min(sampled or workflow.turn_tokens, workflow.turn_tokens)
-    room = workflow.context_tokens - opening - sampled
-    if room < 0:
+    room = workflow.context_tokens - seen - sampled
+    if room < 1:
         raise ConfigError(
-            f"workflow.context_tokens={workflow.context_tokens} has no room for {TEXT} tokens of text, a picture of "
-            f"{seen} and a turn of {sampled}; raise it, or lower model.max_pixels or workflow.turn_tokens"
+            f"workflow.context_tokens={workflow.context_tokens} has no room for a text, a picture of {seen} tokens and "
+            f"a turn of {sampled}; raise it, or lower model.max_pixels or workflow.turn_tokens"
         )
+    opening = seen + min(TEXT, room)
+    room -= min(TEXT, room)
     fitting = 1 + room // (sampled + reply)
     return Episode(opening, min(turns or workflow.max_turns, workflow.max_turns, fitting), sampled, reply, image, later)
 

@@ -7,13 +7,15 @@ import math
 from npu_vlrl.config import OptimConfig
 
 
-def learning_rate(config: OptimConfig, step: int, total: int) -> float:
-    """The rate of optimiser step `step` (from 0) of `total`: linear warm-up to `lr`, then constant, or down to 0 along
-    a line or half a cosine. A run that is resumed with another `total` goes on with the rate that the new one gives.
+def learning_rate(config: OptimConfig, step: int, total: int, in_step: int = 1) -> float:
+    """The rate of optimiser step `step` (from 0) of `total`, `in_step` of which make a step of training: linear warm-up
+    to `lr`, then constant, or down to 0 along a line or half a cosine. A run that is resumed with another `total` goes
+    on with the rate that the new one gives.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    warmup = config.warmup_steps * in_step
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
     factor = {
         "constant": 1.0,
         "linear": 1.0 - done,

@@ -70,7 +70,8 @@ class Learner:
         self.ranks = ranks or Ranks()
         self.meter = Meter(platform or select(), self.ranks, optim.micro_batch_tokens)
         self.temperature = temperature
-        self.total_updates = total_steps * config.updates * config.epochs
+        self._in_step = config.updates * config.epochs
+        self.total_updates = total_steps * self._in_step
         self.updates = 0
         self.skipped: list[str] = []
         """Samples whose update was left out because something was not finite."""
@@ -93,7 +94,7 @@ class Learner:
         self.critic: Critic | None = None
         if algorithm.needs_critic:
             self.critic = Critic(self.policy, vision, critic, optim, self._hidden, lambda: own(backbone(policy)))
-        self._critic_warmup = critic.warmup_steps * config.updates * config.epochs
+        self._critic_warmup = critic.warmup_steps * self._in_step
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with what the algorithm asks of the reference, of the critic and of the policy as it is now.
@@ -190,9 +191,7 @@ class Learner:
         step was skipped. While the critic warms up the policy takes no step.
         """
         learns = self.updates >= self._critic_warmup or self.critic is None
-        metrics: Metrics = []
-        critic_metrics: Metrics = []
-        bad: set[str] = set()
+        metrics, critic_metrics, bad = Metrics(), Metrics(), set[str]()
         total = critic_total = 0.0
         tokens = sum(sample.n_trained if self.algorithm.loss_mask else sample.n_scored for sample in samples)
         states = sum(int(sample.credit.critic_N.sum()) for sample in samples if sample.credit is not None)
@@ -226,7 +225,8 @@ class Learner:
             norms["critic/grad_norm"] = self.critic.apply(skip or not math.isfinite(critic_total), self.ranks.sum)
         if learns:
             self.ranks.sum_gradients(self.optimizer)
-            norms["grad_norm"] = self._apply(learning_rate(self.optim, self.updates, self.total_updates), skip)
+            rate = learning_rate(self.optim, self.updates, self.total_updates, self._in_step)
+            norms["grad_norm"] = self._apply(rate, skip)
         self.updates += 1
         if None in norms.values():
             self.skipped += named or [sample.id for sample in samples]

@@ -6,22 +6,27 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from npu_vlrl.config import WorkflowConfig
 from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Trajectory
+from npu_vlrl.workflow.export import outcome
 
 FIRST_TURNS = 8
 """Turns whose lengths are told one by one: an episode of a game may have a hundred."""
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over trajectories, over turns, or over samples; shares are in 0..1, lengths in tokens.
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], samples: Sequence[Sample], workflow: WorkflowConfig
+) -> dict[str, float]:
+    """Means over trajectories, also of those groups that are not trained on, over turns, or over the samples that are;
+    shares are in 0..1, lengths in tokens. `reward` is that of an episode, as in evaluations.
 
     `action_tokens/turnK` is the mean over the trajectories that have a K-th turn; it is absent where none has.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    rewards = np.array([sample.reward for sample in samples])
+    rewards = np.array([outcome(t, workflow.reward_mode, workflow.turn_discount) for t in trajectories])
     groups: dict[str, set[float]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, set()).add(sample.outcome)
+    for trajectory, reward in zip(trajectories, rewards, strict=True):
+        groups.setdefault(trajectory.group, set()).add(float(reward))
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -36,7 +41,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], samples: Sequence[Sample
         "sample_tokens": float(np.mean([len(sample) for sample in samples])),
         "cut_turns": _share(turn.action.stop_reason is not StopReason.END_OF_TURN for turn in turns),
         "judge_errors": float(sum(turn.judge_error is not None for turn in turns)),
-        "trained_groups": float(len(groups)),
+        "trained_groups": float(len({sample.group for sample in samples})),
         "groups_without_spread": _share(len(values) == 1 for values in groups.values()),
         **{f"status/{s.value}": _share(t.status is s for t in trajectories) for s in EpisodeStatus},
     }

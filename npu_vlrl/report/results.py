@@ -86,11 +86,11 @@ def answer_of(record: Mapping[str, Any], mode: RewardMode, discount: float) -> A
     """From a line of `trajectories.jsonl`."""
     turns = record["turns"]
     rewards = [turn["action"]["reward"] for turn in turns]
-    judged = [turn["verdict"] is not None for turn in turns]
+    verdicts = [turn["verdict"] and turn["verdict"]["reward"] for turn in turns]
     return Answer(
         first=record["solved_first_try"],
         solved=record["solved"],
-        reward=trajectory_reward(rewards, judged, mode, discount),
+        reward=trajectory_reward(rewards, verdicts, mode, discount),
         turns=len(turns),
         failed=record["status"] == EpisodeStatus.FAILED.value,
     )

@@ -101,10 +101,14 @@ class RunFolder:
         """Writes each trajectory with its tokens; pictures go to `images/HASH.png`, once each."""
         environment = self._config.environment
         form = make_format(environment) if environment.is_game else None
+        own: dict[str, dict[str, Sequence[float]]] = {}
+        for name, numbers in advantages.items():  # of a whole episode, or of one turn of it
+            for episode in {name, name.rpartition("/")[0]}:
+                own.setdefault(episode, {})[name] = numbers
         for trajectory in trajectories:
             for image in _images(trajectory):
                 self._save(image)
-            record = trajectory_record(trajectory, advantages, form, values)
+            record = trajectory_record(trajectory, own.get(trajectory.id, {}), form, values)
             self._append("trajectories.jsonl", {"step": step, **record})
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -185,14 +189,9 @@ def trajectory_record(
     form: Format | None = None,
     values: TokenValues | None = None,
 ) -> dict[str, Any]:
-    """A trajectory as JSON values. `advantages` holds the mean advantage of each trained turn of the exported
-    samples, by their ids; `form` tells what the turns of a game say; `values` are added to the actions they are of.
+    """A trajectory as JSON values. `advantages` holds the mean advantage of each trained turn of its samples, by their
+    ids; `form` tells what the turns of a game say; `values` are added to the actions they are of.
     """
-    own = {
-        key: [_finite(value) for value in values]
-        for key, values in advantages.items()
-        if f"{key}/".startswith(f"{trajectory.id}/")
-    }
     return {
         "id": trajectory.id,
         "group": trajectory.group,
@@ -203,7 +202,7 @@ def trajectory_record(
         "error": trajectory.error,
         "solved": trajectory.solved,
         "solved_first_try": trajectory.solved_first_try,
-        "advantages": own,
+        "advantages": {name: [_finite(value) for value in numbers] for name, numbers in advantages.items()},
         "turns": [
             _turn_record(trajectory, k, form, (values or {}).get((trajectory.id, k), {}))
             for k in range(len(trajectory.turns))

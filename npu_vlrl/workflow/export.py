@@ -13,24 +13,28 @@ RewardMode = Literal["best", "last", "sum"]
 
 
 def trajectory_reward(
-    turn_rewards: Sequence[float], answers: Sequence[bool], mode: RewardMode, discount: float
+    turn_rewards: Sequence[float], verdicts: Sequence[float | None], mode: RewardMode, discount: float
 ) -> float:
     """One reward for an episode, with turns counted from 0.
 
-    Over the turns that are `answers`, `best`: max of discount^k r_k (the rule of AReaL's pull request 931); `last`:
-    that of the last one; `sum`: sum of discount^k r_k. No answer scores 0. What the other turns earned by calling tools
-    is added in every mode, discount^k r_k each: a cost that only a worst turn could feel would cost nothing.
+    `verdicts` are what the judge gave for each answer, v_k, and None for a turn without one. Over the answers, `best`:
+    max of discount^k v_k (the rule of AReaL's pull request 931); `last`: that of the last one; `sum`: sum of
+    discount^k v_k. No answer scores 0. What turns earned besides, by calling tools or for their length, is added in
+    every mode, discount^k (r_k - v_k) each: a cost that only a worst turn could feel would cost nothing.
     """
-    discounted = [discount**k * reward for k, reward in enumerate(turn_rewards)]
-    answered = [reward for reward, answer in zip(discounted, answers, strict=True) if answer] or [0.0]
-    called = sum(reward for reward, answer in zip(discounted, answers, strict=True) if not answer)
-    return {"best": max(answered), "last": answered[-1], "sum": sum(answered)}[mode] + called
+    answered, besides = [], 0.0
+    for k, (reward, verdict) in enumerate(zip(turn_rewards, verdicts, strict=True)):
+        besides += discount**k * (reward - (verdict or 0.0))
+        if verdict is not None:
+            answered.append(discount**k * verdict)
+    answered = answered or [0.0]
+    return {"best": max(answered), "last": answered[-1], "sum": sum(answered)}[mode] + besides
 
 
 def outcome(trajectory: Trajectory, mode: RewardMode, discount: float) -> float:
     """The reward of a whole episode."""
-    answers = [turn.verdict is not None for turn in trajectory.turns]
-    return trajectory_reward(trajectory.turn_rewards, answers, mode, discount)
+    verdicts = [turn.verdict.reward if turn.verdict else None for turn in trajectory.turns]
+    return trajectory_reward(trajectory.turn_rewards, verdicts, mode, discount)
 
 
 def returns_to_go(turn_rewards: Sequence[float], discount: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from npu_vlrl.types import Message, Task
+from npu_vlrl.workflow.rewards import make_judge
 from tests.support.models import tiny_folder
 from tests.support.program import SMALL, Outcome, config_file, parquet, png, program, records, row
 
@@ -148,7 +151,7 @@ def reward(task, text, history, images):
 
 def test_a_reward_that_raises_or_hangs_for_some_answers(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
-    arguments = ["rollout.groups=4", "evaluation.tasks=1"]
+    arguments = ["rollout.groups=4", "evaluation.tasks=1", "rollout.max_failed_share=0.75"]
     values = {"train": {"path": str(folder / "good.parquet"), "shuffle": False}}
     rule = {"rule": f"{tmp_path}/mine.py:reward", "deadline_s": 0.5, "failed_reward": -2.0, "workers": 2}
     source = config_file(tmp_path, data=values, reward=rule)
@@ -166,6 +169,46 @@ def test_a_reward_that_raises_or_hangs_for_some_answers(tmp_path: Path, folder: 
             assert (turn["judge_error"] is None) == (record["task"] == "good/0")
     assert rewards == {"good/0": [0.25] * 2, **{f"good/{i}": [-2.0] * 2 for i in (1, 2, 3)}}
     assert np.isfinite(step["reward"])
+    stricter = program("train", "--config", source, "--run-dir", tmp_path / "s", *small, *arguments[:2])
+    assert stricter.code == 1 and "the run failed: 6 of 8 answers could not be judged:" in stricter.err
+
+
+def test_a_reward_that_always_fails_ends_a_training_and_an_evaluation(tmp_path: Path, folder: Path) -> None:
+    """One line for each reason, with how often."""
+    (tmp_path / "mine.py").write_text("def reward(task, text, history, images):\n    return task['nokey']\n")
+    values = {"train": {"path": str(folder / "good.parquet")}}
+    source = config_file(tmp_path, data=values, reward={"rule": f"{tmp_path}/mine.py:reward"})
+    small = [word for word in SMALL if not word.startswith("reward")]
+    done = program("train", "--config", source, "--run-dir", tmp_path / "t", *small, "evaluation.tasks=0")
+    reason = f"{tmp_path}/mine.py:reward raised KeyError: 'nokey' ({tmp_path}/mine.py, line 2)"
+    evaluated = program("eval", "--config", source, "--run-dir", tmp_path / "e", *small, "evaluation.tasks=4")
+    assert (done.code, evaluated.code) == (1, 1)
+    assert evaluated.err.startswith("npu-vlrl: the run failed: 4 of 4 answers could not be judged:\n")
+    assert evaluated.err.count(reason) == 4  # each names its task
+
+
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = ground_truth == "up" and solution_str == "up" and data_source == "made" and extra_info["id"] == "0"
+    return {"score": float(right), "length": len(solution_str), "pred": solution_str}
+"""
+
+
+def test_a_reward_function_of_verl_gets_what_its_parameters_name(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(VERL)
+    judge = make_judge(f"{tmp_path}/theirs.py:compute_score", {}, workers=1, deadline_s=10)
+    task = Task("t", (Message("user", ("?",)),), "up", "made", {"id": "0"})
+    verdicts = [asyncio.run(judge.judge(task, text, ())) for text in ("up", "down")]
+    judge.close()
+    assert [(v.reward, v.solved, v.terms) for v in verdicts] == [(1, True, {"length": 2}), (0, False, {"length": 4})]
+
+
+@pytest.mark.parametrize("parameters", ["", "task, text", "a, b, c, d, e", "*, task, text, history, images"])
+def test_a_reward_function_with_other_parameters_is_refused_at_once(tmp_path: Path, parameters: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def reward({parameters}): return 1.0")
+    source = config_file(tmp_path, data={"train": {"generator": "photo"}})
+    said = program("train", "--config", source, f"reward.rule={tmp_path}/mine.py:reward").refused()
+    assert f"mine.py:reward takes ({parameters}), and is called with (task, text, history, images)" in said
 
 
 def checked(tmp_path: Path, file: Path, *words: str, **changes: Any) -> Outcome:

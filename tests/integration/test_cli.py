@@ -96,6 +96,7 @@ def test_exit_code_1_a_run_that_fails(base: Path, tmp_path: Path) -> None:
         ("workflow.tools=[look, look]", "workflow.tools: the tool 'look' is named twice"),
         ("workflow.tools=['/no/such.py:f']", "workflow.tools: there is no file /no/such.py"),
         ("algorithm={preset: rloo, advantage_std: batch}", "algorithm.advantage_std: the estimator rloo has no such"),
+        ("algorithm.preset=rico_gae & workflow.export_style=individual", "algorithm.loss_mask=false and algorithm.adv"),
         ("algorithm.preset=gigpo", "algorithm.advantage=gigpo compares states, and environment.name=visual_qa does"),
         ("run.dir=/dev/null", "run.dir: /dev/null exists and is not a run folder"),
         ("run.dir=/dev/null/below", "run.dir: /dev/null/below cannot be made"),

@@ -24,6 +24,13 @@ def test_by_hand() -> None:
     assert rates("cosine", 1, 5) == pytest.approx([8, 8, 6.828427, 4, 1.171573])
 
 
+def test_steps_of_several_updates() -> None:
+    """Two steps of warm-up with three updates each; then a line down over two steps."""
+    config = OptimConfig(lr=6.0, schedule="linear", warmup_steps=2)
+    found = [learning_rate(config, update, 12, in_step=3) for update in range(12)]
+    assert found == pytest.approx([1, 2, 3, 4, 5, 6, 6, 5, 4, 3, 2, 1])
+
+
 def test_warm_up_alone_and_a_run_of_one_step() -> None:
     assert rates("cosine", 4, 2) == [2, 4]  # the run ends before the warm-up does
     assert rates("linear", 1, 1) == [8]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from npu_vlrl.config import WorkflowConfig
 from npu_vlrl.report.evaluated import means_by_source
 from npu_vlrl.report.metrics import FIRST_TURNS, rollout_metrics, throughput
 from npu_vlrl.report.results import task_result
@@ -37,7 +38,8 @@ def test_by_hand() -> None:
     ]
     samples = export(trajectories, "concat", "sum", 0.5, "tiny")
     assert [sample.reward for sample in samples] == [0.25, 0.5, 0.0, 0.0]
-    metrics = rollout_metrics(trajectories, samples)
+    settings = WorkflowConfig(reward_mode="sum", turn_discount=0.5)
+    metrics = rollout_metrics(trajectories, samples, settings)
     said = [LOOK, LOOK, "up", "down", "up", "a", "a", "a", "a"]
     tokens = sum(len(encode(text)) + 1 for text in said) + len(encode("abc")) + len(encode("a"))
 
@@ -68,8 +70,23 @@ def test_by_hand() -> None:
         **{f"status/{s.value}": 0.0 for s in EpisodeStatus if s.value not in ("solved", "max_turns")},
     }
     assert metrics == pytest.approx(expected)
-    shuffled = rollout_metrics(trajectories[::-1], samples[::-1])
+    shuffled = rollout_metrics(trajectories[::-1], samples[::-1], settings)
     assert shuffled == pytest.approx(expected)
+
+
+def test_rewards_are_of_all_episodes_whatever_is_trained_on_and_however() -> None:
+    """Of an episode its turns' samples have returns of their own, and groups without spread may be left out."""
+    trajectories = [
+        episode(0, "a", ["down", "up"], WRONG, RIGHT),
+        episode(1, "a", ["up"], RIGHT),
+        *(episode(member, "b", ["a", "a", "a"], WRONG, WRONG, WRONG) for member in (0, 1)),
+    ]
+    settings = WorkflowConfig(reward_mode="best", turn_discount=0.5)
+    found = rollout_metrics(trajectories, export(trajectories, "concat", "best", 0.5, "tiny"), settings)
+    assert (found["reward"], found["groups_without_spread"], found["trained_groups"]) == (0.375, 0.5, 2)
+    kept = rollout_metrics(trajectories, export(trajectories[:2], "individual", "best", 0.5, "tiny"), settings)
+    told = ("reward", "reward_std", "groups_without_spread")
+    assert [kept[name] for name in told] == [found[name] for name in told] and kept["trained_groups"] == 1
 
 
 def by_source(done: Sequence[Trajectory], mode: Any, discount: float) -> dict[str, dict[str, float]]:
@@ -128,5 +145,6 @@ def test_throughput_counts_what_was_sampled_by_the_seconds_of_a_step() -> None:
 def test_only_the_first_turns_are_told_one_by_one() -> None:
     done = episode(0, "a", ["a"], RIGHT)
     long = dataclasses.replace(done, turns=done.turns * (FIRST_TURNS + 1))
-    told = [name for name in rollout_metrics([long], export([done], "concat", "sum", 1.0, "tiny")) if "/turn" in name]
+    found = rollout_metrics([long], export([done], "concat", "sum", 1.0, "tiny"), WorkflowConfig())
+    told = [name for name in found if "/turn" in name]
     assert told == [f"action_tokens/turn{k + 1}" for k in range(FIRST_TURNS)]

@@ -203,12 +203,15 @@ def test_a_turn_with_a_context_of_its_own_is_written_whole() -> None:
     assert record["turns"][1]["new_context"] == record["turns"][0]["new_context"]
 
 
-def test_advantages_go_to_their_own_trajectory() -> None:
+def test_advantages_go_to_their_own_trajectory(tmp_path: Path) -> None:
     """Member 1 must not take those of members 10 and 11, nor a turn's for another's."""
     names = ("g/1", "g/10", "g/1/0", "g/1/1", "g/11/0", "g")
     advantages = {name: [float(number)] for number, name in enumerate(names, start=1)}
     member = dataclasses.replace(episode(Verdict(1.0, True)), member=1)
-    assert trajectory_record(member, advantages)["advantages"] == {"g/1": [1.0], "g/1/0": [3.0], "g/1/1": [4.0]}
+    run = opened(tmp_path / "r")
+    run.trajectories(0, [member], advantages)
+    (record,) = lines(run, "trajectories.jsonl")
+    assert record["advantages"] == {"g/1": [1.0], "g/1/0": [3.0], "g/1/1": [4.0]}
 
 
 def test_a_failed_trajectory_is_recorded_with_its_message(tmp_path: Path) -> None:

@@ -29,19 +29,25 @@ LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
 )
 def test_trajectory_rewards_by_hand_with_discount_a_half(mode: Any, expected: dict) -> None:
     for rewards, value in expected.items():
-        assert trajectory_reward(rewards, [True] * len(rewards), mode, 0.5) == pytest.approx(value)
+        assert trajectory_reward(rewards, rewards, mode, 0.5) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("best", 0.5), ("last", 0.25), ("sum", 0.75)])
 def test_what_tool_calls_earn_and_cost_is_added_in_every_mode(mode: Any, expected: float) -> None:
     """Turns: a call for 0.4, an answer for 1, a failed call for -0.8, an answer for 2, with discount a half."""
-    rewards, answers = (0.4, 1.0, -0.8, 2.0), (False, True, False, True)
+    rewards, verdicts = (0.4, 1.0, -0.8, 2.0), (None, 1.0, None, 2.0)
     calls = 0.4 - 0.2
     answered = {"best": max(0.5, 0.25), "last": 0.25, "sum": 0.75}[mode]
     assert answered == expected
-    assert trajectory_reward(rewards, answers, mode, 0.5) == pytest.approx(expected + calls)
-    assert trajectory_reward(rewards[:1], answers[:1], mode, 0.5) == 0.4
-    assert trajectory_reward((-1.0,), (False,), mode, 0.5) == -1.0
+    assert trajectory_reward(rewards, verdicts, mode, 0.5) == pytest.approx(expected + calls)
+    assert trajectory_reward(rewards[:1], verdicts[:1], mode, 0.5) == 0.4
+    assert trajectory_reward((-1.0,), (None,), mode, 0.5) == -1.0
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("best", 0.5 - 1.2), ("last", 0.5 - 1.2), ("sum", 0.5 - 1.2)])
+def test_what_a_long_answer_costs_is_taken_in_every_mode(mode: Any, expected: float) -> None:
+    """A wrong answer that is too long, 0 - 1, and a right one that is a little so, 1 - 0.4, at discount a half."""
+    assert trajectory_reward((-1.0, 0.6), (0.0, 1.0), mode, 0.5) == pytest.approx(expected)
 
 
 def test_returns_to_go_by_hand() -> None:
@@ -55,10 +61,9 @@ def test_returns_to_go_by_hand() -> None:
 def test_rewards_are_their_definitions(rewards: list[float], discount: float) -> None:
     powers = [math.pow(discount, k) for k in range(len(rewards))]
     terms = [p * r for p, r in zip(powers, rewards, strict=True)]
-    answers = [True] * len(rewards)
-    assert trajectory_reward(rewards, answers, "sum", discount) == pytest.approx(math.fsum(terms), abs=1e-9)
-    assert trajectory_reward(rewards, answers, "best", discount) == pytest.approx(max(terms, default=0.0), abs=1e-9)
-    assert trajectory_reward(rewards, answers, "last", discount) == pytest.approx(terms[-1] if terms else 0.0, abs=1e-9)
+    assert trajectory_reward(rewards, rewards, "sum", discount) == pytest.approx(math.fsum(terms), abs=1e-9)
+    assert trajectory_reward(rewards, rewards, "best", discount) == pytest.approx(max(terms, default=0.0), abs=1e-9)
+    assert trajectory_reward(rewards, rewards, "last", discount) == pytest.approx(terms[-1] if terms else 0.0, abs=1e-9)
     brute = [
         math.fsum(math.pow(discount, j - k) * rewards[j] for j in range(k, len(rewards))) for k in range(len(rewards))
     ]

@@ -143,9 +143,9 @@ class RunRecords:
         rewards = [turn["action"].get("reward") for turn in turns]
         if None in rewards:
             return None
-        answers = [turn.get("verdict") is not None for turn in turns]
+        verdicts = [(turn.get("verdict") or {}).get("reward") for turn in turns]
         return round(
-            trajectory_reward(rewards, answers, self._setting("reward_mode"), self._setting("turn_discount")), 6
+            trajectory_reward(rewards, verdicts, self._setting("reward_mode"), self._setting("turn_discount")), 6
         )
 
     def _setting(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,39 @@ from PIL import Image as Pillow
 from npu_vlrl.types import JudgeError, Verdict
 
 _KEYS = ("reward", "solved", "feedback", "terms")
+
+
+_VERL = frozenset({"data_source", "solution_str", "ground_truth"})
+"""By these parameters a function is known that was written for verl."""
+
+
+def callable_with(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """What `score` can call: the function itself, or one of verl's, which gets the same by its own names.
+
+    Raises ValueError for a function that takes anything else.
+    """
+    signature = inspect.signature(function)
+    if set(signature.parameters) >= _VERL:
+        return lambda task, text, history, images: _as_verl(function, task, text)
+    try:
+        signature.bind("task", "text", "history", "images")
+    except TypeError as error:
+        raise ValueError(
+            f"{name} takes {signature}, and is called with (task, text, history, images), or, if it has verl's "
+            "parameters, with data_source, solution_str, ground_truth and extra_info; correct its parameters"
+        ) from error
+    return function
+
+
+def _as_verl(function: Callable[..., Any], task: Mapping[str, Any], text: str) -> Any:
+    """Of a result with "score" the other numbers become terms; verl only logs the rest."""
+    result = function(
+        data_source=task["data_source"], solution_str=text, ground_truth=task["answer"], extra_info=dict(task["extra"])
+    )
+    if not isinstance(result, Mapping) or "score" not in result:
+        return result
+    terms = {key: value for key, value in result.items() if key != "score" and isinstance(_plain(value), Real)}
+    return {"reward": result["score"], "terms": terms}
 
 
 def score(

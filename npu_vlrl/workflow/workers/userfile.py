@@ -25,6 +25,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     Raises ValueError, naming the path, when the file or the function is missing or the file cannot be imported.
     """
     path, _, name = spec.rpartition(":")
+    path = str(Path(path).expanduser())
     if not path.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{spec!r} does not name a function; write path/to/file.py:function")
     function = getattr(_load_module(Path(path).resolve()), name, None)
