@@ -7,10 +7,10 @@ import os
 import secrets
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Thread
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -83,6 +83,7 @@ class World:
         self.start_timeout_s = start_timeout_s
         self._channels = channels
         self._works: SimpleQueue[Callable[[], None]] | None = None
+        self._entered = threading.local()
         self.abandoned = False
         """A collective was given up, and may wait in its thread for ever."""
         self.learners = range(learners)
@@ -114,23 +115,25 @@ class World:
         return group if self.rank in members else None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Runs it in a second thread, which has the process's device; nothing waits for that at the end.
+        """Runs it in a second thread, which it makes ready by `enter_thread`; nothing waits for that at the end.
 
         One work comes after the other, unless one was abandoned: the next then gets a thread of its own.
         """
         if self._works is None or self.abandoned:
             self._works = SimpleQueue()
-            Thread(target=self._work, args=(self._works,), daemon=True, name="collectives").start()
+            threading.Thread(target=self._work, args=(self._works,), daemon=True, name="collectives").start()
         self._works.put(work)
 
-    def _work(self, works: SimpleQueue[Callable[[], None]]) -> None:
-        self.enter_thread()
+    @staticmethod
+    def _work(works: SimpleQueue[Callable[[], None]]) -> None:
         while True:
             works.get()()
 
     def enter_thread(self) -> None:
-        """A new thread begins with device 0; this gives it the process's own."""
-        self._platform.set_device(self._device)
+        """A new thread begins with device 0; this gives it the process's own. Raises HardwareError as that does."""
+        if not getattr(self._entered, "it", False):
+            self._platform.set_device(self._device)
+            self._entered.it = True
 
     def close(self) -> None:
         """Ends the connections, and the process group unless a collective hangs in it."""
