@@ -130,8 +130,8 @@ def _check_vllm(config: Config, platform: Platform) -> None:
         )
     if several and not all_learn and rollout.sleep:
         raise ConfigError("rollout.sleep is for vLLM beside a learner; set train.learners=all, or leave it out")
-    if rollout.sleep and platform.memory() is None:
-        raise ConfigError(f"rollout.sleep: vLLM cannot give memory back on the platform {platform.name}; leave it out")
+    if rollout.sleep and (problem := platform.against_sleep()):
+        raise ConfigError(f"rollout.sleep: {problem}")
     if config.model.lora is not None and config.model.dtype == "float32" and platform.device().type != "cpu":
         raise ConfigError(
             f"model.lora with rollout.engine=vllm: on the platform {platform.name} vLLM computes adapters in 16 bits "

@@ -94,7 +94,11 @@ class Processes:
         if len(local_sizes) > 1:
             self._check_shared(Path(folder, config.run.dir))
         shared = {
-            **{name: os.environ.get(name, setting.value) for name, setting in platform.launch_environment.items()},
+            **{
+                name: os.environ.get(name, setting.value)
+                for name, setting in platform.launch_environment.items()
+                if setting.wanted
+            },
             VARIABLE: platform.name,
             "PYTHONUNBUFFERED": "1",
             "WORLD_SIZE": str(len(self._places)),

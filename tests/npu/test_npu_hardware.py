@@ -153,6 +153,27 @@ def test_memory_is_counted(npu: NpuPlatform) -> None:
     assert npu.peak_memory_bytes() >= block.nbytes
 
 
+def test_what_is_shared_is_not_of_segments_that_grow() -> None:
+    """The real allocator takes both settings."""
+    code = (
+        "import torch; from npu_vlrl.hardware import select; p = select(); p.set_device(0)\n"
+        "from npu_vlrl.rollout.shared import shared_room\n"
+        "told, tell = [], torch.npu.memory._set_allocator_settings\n"
+        "torch.npu.memory._set_allocator_settings = lambda text: (told.append(text), tell(text))\n"
+        "print(len(shared_room(64, p.device())), *told)\n"
+        "print(p.against_sleep())"
+    )
+    variables = {**environment(), "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    done = python(code, variables)
+    assert done.stdout.splitlines() == [
+        "64 expandable_segments:False expandable_segments:True",
+        "vLLM cannot give memory back with PYTORCH_NPU_ALLOC_CONF=expandable_segments:True; set "
+        "PYTORCH_NPU_ALLOC_CONF= (empty) before the command",
+    ], done.stderr
+    empty = python(code, {**environment(), "PYTORCH_NPU_ALLOC_CONF": ""})  # the remedy
+    assert empty.stdout == "64\nNone\n", empty.stderr
+
+
 def test_memory_of_a_small_device() -> None:
     code = (
         "import torch; from npu_vlrl.hardware import select; p = select(); print(p.memory().total >> 20)\n"
