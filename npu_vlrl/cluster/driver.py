@@ -109,6 +109,8 @@ class Processes:
         text, started = dump_config(config), []
         for rank, place in enumerate(self._places):
             own = {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(local_sizes[place.node])}
+            if place.devices:
+                own[str(platform.visible_devices_variable)] = place.devices
             started.append(place.actor.start.remote(command, text, folder, {**shared, **own}))
         for place, problem in zip(self._places, self._ray.get(started), strict=True):
             if problem is not None:
