@@ -124,6 +124,10 @@ class Platform(ABC):
         """Within it, what is allocated on the current device can be opened by other processes."""
         return nullcontext()
 
+    def against_vllm(self) -> str | None:
+        """Why vLLM cannot sample on this platform's devices here, with the remedy; None where nothing is known."""
+        return None
+
     def against_sleep(self) -> str | None:
         """Why vLLM cannot give memory back for a while, as one sentence with the remedy; None where it can."""
         return None

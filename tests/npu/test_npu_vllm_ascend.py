@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from npu_vlrl.cli import main
+from npu_vlrl.hardware import npu
 from npu_vlrl.hardware.npu import NpuPlatform
 from npu_vlrl.rollout.vllm_adapter import RANKS, AdapterFolder
 from tests import host_cann
@@ -152,6 +154,32 @@ def test_an_npu_sizes_the_cache_by_a_share_of_its_memory() -> None:
     worker = (SOURCES / "vllm_ascend" / "worker" / "worker.py").read_text()
     assert "cache_config.gpu_memory_utilization" in worker and "cache_config.kv_cache_memory_bytes" not in worker
     assert {"gpu_memory_utilization", "kv_cache_memory_bytes"} <= keywords_of_ours("self._vllm.LLM")
+
+
+def test_an_environment_that_cannot_sample_with_vllm_says_so_before_models_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NPU_VLRL_PLATFORM", "npu")
+    there: dict[str, str] = {}
+    really = npu.version
+    monkeypatch.setattr(npu, "version", lambda package: there.get(package) or really(package))
+    words = ["--config", str(ROOT / "configs" / "photo_tiny.yaml"), "--run-dir", str(tmp_path), "rollout.engine=vllm"]
+
+    def refused() -> str:
+        assert main(["train", *words]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert refused() == (
+        "npu-vlrl: rollout.engine=vllm needs vllm and vllm-ascend in this environment, and launch/install_npu.sh makes "
+        "none with both the trainer and vLLM (docs/ascend.md says what is missing); set rollout.engine=inprocess"
+    )
+    there |= {"vllm": "0.18.0+empty", "vllm-ascend": "0.18.0", "transformers": "4.57.6"}
+    assert refused() == (
+        "npu-vlrl: rollout.engine=vllm finds transformers 4.57.6 beside vllm-ascend 0.18.0, and pictures need 5 or "
+        "newer (docs/ascend.md); set rollout.engine=inprocess"
+    )
+    there["transformers"] = "5.5.4"
+    assert refused().startswith("npu-vlrl: rollout.engine=vllm needs vLLM (")  # it is not there really
 
 
 CHECK = """
