@@ -77,8 +77,9 @@ class Accelerator(Platform):
         return self.api().stream(stream)
 
     def allocator_settings(self) -> tuple[str, str] | None:
-        """The name and the value of the variable that counts; None where none is set."""
-        return next(((name, os.environ[name]) for name in self.allocator_variables if name in os.environ), None)
+        """The name and the value of the variable that counts, without spaces; None where none is set."""
+        there = (name for name in self.allocator_variables if name in os.environ)
+        return next(((name, os.environ[name].replace(" ", "")) for name in there), None)
 
     @contextmanager
     def shareable(self) -> Iterator[None]:

@@ -167,7 +167,7 @@ def test_shared_memory_is_not_of_segments_that_grow(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     with CudaPlatform().shareable():
         pass
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
     with pytest.raises(ZeroDivisionError), CudaPlatform().shareable():
         assert told == ["max_split_size_mb:64,expandable_segments:False"]
         told.append(str(1 // 0))
