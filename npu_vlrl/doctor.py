@@ -19,6 +19,7 @@ from rich.text import Text
 from npu_vlrl import __version__, kernels
 from npu_vlrl.hardware import PLATFORMS, VARIABLE, HardwareError, Platform, collective, select
 from npu_vlrl.kernels import parity
+from npu_vlrl.kernels.recording import records
 from npu_vlrl.report.console import printable
 
 COLLECTIVE_S = 90.0
@@ -159,6 +160,8 @@ def _recording(platform: Platform) -> str:
     recorder = platform.recorder()
     if recorder is None:
         return "none: every step of decoding is launched anew"
+    if not records(platform, platform.device(), torch.bfloat16):
+        return "not the attention: every step of decoding is launched anew"
     number = torch.zeros(1, device=platform.device())
 
     def step() -> None:

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from npu_vlrl import kernels
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.hardware import Platform, select
+from npu_vlrl.kernels.recording import records
 from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.group import follow
 from npu_vlrl.learner.ranks import Ranks
@@ -30,7 +32,7 @@ from npu_vlrl.rollout.local import LocalEngine
 from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer, weights_from_disk
 from npu_vlrl.rollout.vllm import VllmEngine, import_vllm
-from npu_vlrl.sync.world import PeerError, World, join, own_device, started_processes
+from npu_vlrl.sync.world import PeerError, World, join, leave, own_device, started_processes
 from npu_vlrl.types import DataError
 
 
@@ -39,8 +41,25 @@ def run_engine(config: Config) -> None:
 
     It writes nothing but the model of a `tiny:` path on a machine of its own.
 
-    Raises what `serve` raises.
+    Raises what `serve` raises. SIGTERM, by which launchers end it, leaves no folders and no workers behind.
     """
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        _engine(config)
+    except _Terminated as end:
+        leave(end.code)
+
+
+class _Terminated(SystemExit):
+    code: int
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # the end is under way
+    raise _Terminated(128 + number)  # as a shell would say
+
+
+def _engine(config: Config) -> None:
     platform = prepare(config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the learner still needs this one
     world = join(platform, config.sync.timeout_s, device=device_number(config), learners=learners(config))
@@ -122,6 +141,8 @@ def prepare(config: Config) -> Platform:
 
 def _check_vllm(config: Config, platform: Platform) -> None:
     rollout = config.rollout
+    if problem := platform.against_vllm():
+        raise ConfigError(f"rollout.engine=vllm {problem}")
     several, all_learn = started_processes() > 1, config.train.learners == "all"
     if several and all_learn and rollout.tensor_parallel > 1:
         raise ConfigError(
@@ -130,8 +151,8 @@ def _check_vllm(config: Config, platform: Platform) -> None:
         )
     if several and not all_learn and rollout.sleep:
         raise ConfigError("rollout.sleep is for vLLM beside a learner; set train.learners=all, or leave it out")
-    if rollout.sleep and platform.memory() is None:
-        raise ConfigError(f"rollout.sleep: vLLM cannot give memory back on the platform {platform.name}; leave it out")
+    if rollout.sleep and (problem := platform.against_sleep()):
+        raise ConfigError(f"rollout.sleep: {problem}")
     if config.model.lora is not None and config.model.dtype == "float32" and platform.device().type != "cpu":
         raise ConfigError(
             f"model.lora with rollout.engine=vllm: on the platform {platform.name} vLLM computes adapters in 16 bits "
@@ -184,7 +205,9 @@ def engine_of_learner(
 
 
 def own_engine(config: Config, platform: Platform, loaded: LoadedModel, vision: VisionFeatures) -> InProcessEngine:
-    new_recorder = platform.recorder if config.rollout.record else lambda: None
+    policy = loaded.policy
+    record = config.rollout.record and records(platform, policy.device, policy.dtype)
+    new_recorder = platform.recorder if record else lambda: None
     return InProcessEngine(loaded.policy, vision, config.rollout.cache_mib * 2**20, new_recorder)
 
 

@@ -94,7 +94,11 @@ class Processes:
         if len(local_sizes) > 1:
             self._check_shared(Path(folder, config.run.dir))
         shared = {
-            **{name: os.environ.get(name, setting.value) for name, setting in platform.launch_environment.items()},
+            **{
+                name: os.environ.get(name, setting.value)
+                for name, setting in platform.launch_environment.items()
+                if setting.wanted
+            },
             VARIABLE: platform.name,
             "PYTHONUNBUFFERED": "1",
             "WORLD_SIZE": str(len(self._places)),
@@ -105,6 +109,8 @@ class Processes:
         text, started = dump_config(config), []
         for rank, place in enumerate(self._places):
             own = {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(local_sizes[place.node])}
+            if place.devices:
+                own[str(platform.visible_devices_variable)] = place.devices
             started.append(place.actor.start.remote(command, text, folder, {**shared, **own}))
         for place, problem in zip(self._places, self._ray.get(started), strict=True):
             if problem is not None:

@@ -36,9 +36,10 @@ class Placed:
         self._said: queue.Queue[Said | int] = queue.Queue(WAITING_CHUNKS)
         self._child: subprocess.Popen[bytes] | None = None
 
-    def variable(self, name: str) -> str:
-        """Of Ray's worker: which devices it was given."""
-        return os.environ.get(name, "")
+    def devices(self, variable: str) -> str:
+        """Those that Ray's worker was given. Their numbers ascend, as some platforms demand; Ray's are in no order."""
+        devices = os.environ.get(variable, "").split(",")
+        return ",".join(sorted(devices, key=int) if all(map(str.isdecimal, devices)) else devices)
 
     def free_port(self) -> int:
         with socket.socket() as listener:

@@ -145,7 +145,7 @@ def _places(ray: Any, group: Any, actors: Sequence[Any], platform: Platform) -> 
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     where = ray.util.placement_group_table(group)["bundles_to_node_id"]
     variable = platform.visible_devices_variable
-    devices = ray.get([actor.variable.remote(variable or "") for actor in actors])
+    devices = ray.get([actor.devices.remote(variable or "") for actor in actors])
     return [
         Place(
             actor,

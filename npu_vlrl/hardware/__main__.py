@@ -18,6 +18,7 @@ def exports(platform: Platform) -> str:
     return "".join(
         f"export {name}=${{{name}-{shlex.quote(setting.value)}}}  # {setting.why}\n"
         for name, setting in platform.launch_environment.items()
+        if setting.wanted
     )
 
 

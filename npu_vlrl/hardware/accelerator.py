@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from npu_vlrl.hardware.base import HardwareError, Memory, Platform, Recorder
+
+SEGMENTS = "expandable_segments"
+"""The allocator's setting: memory that grows where it stands."""
 
 
 class Accelerator(Platform):
@@ -20,6 +23,8 @@ class Accelerator(Platform):
     """The vendor's command that shows devices."""
     graph: str
     """What torch calls recorded work."""
+    allocator_variables: tuple[str, ...]
+    """Where settings of torch's allocator come from; the first that is set counts."""
 
     @abstractmethod
     def api(self) -> Any:
@@ -70,6 +75,30 @@ class Accelerator(Platform):
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         return self.api().stream(stream)
+
+    def allocator_settings(self) -> tuple[str, str] | None:
+        """The name and the value of the variable that counts, without spaces; None where none is set."""
+        there = (name for name in self.allocator_variables if name in os.environ)
+        return next(((name, os.environ[name].replace(" ", "")) for name in there), None)
+
+    @contextmanager
+    def shareable(self) -> Iterator[None]:
+        """Without expandable segments: to open one of them a process needs a right over the one that allocated it
+        (`pidfd_getfd`), which containers and `ptrace_scope=1` deny. torch then takes no block of such a segment either.
+        """
+        _, settings = self.allocator_settings() or ("", "")
+        if f"{SEGMENTS}:True" not in settings:
+            yield
+            return
+        self._set_allocator(settings.replace(f"{SEGMENTS}:True", f"{SEGMENTS}:False"))
+        try:
+            yield
+        finally:
+            self._set_allocator(settings)
+
+    def _set_allocator(self, settings: str) -> None:
+        """All of them: torch takes the default for each that is left out."""
+        self.api().memory._set_allocator_settings(settings)
 
     def recorder(self) -> Recorder | None:
         api = self.api()

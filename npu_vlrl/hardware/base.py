@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -48,6 +48,12 @@ class Setting:
 
     value: str
     why: str
+    unless: str = ""
+    """Another variable about the same thing: where that is set, this one stays away."""
+
+    @property
+    def wanted(self) -> bool:
+        return not (self.unless and self.unless in os.environ)
 
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -113,6 +119,18 @@ class Platform(ABC):
     @abstractmethod
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """Within it, operations of the current device go to that stream."""
+
+    def shareable(self) -> AbstractContextManager[object]:
+        """Within it, what is allocated on the current device can be opened by other processes."""
+        return nullcontext()
+
+    def against_vllm(self) -> str | None:
+        """Why vLLM cannot sample on this platform's devices here, with the remedy; None where nothing is known."""
+        return None
+
+    def against_sleep(self) -> str | None:
+        """Why vLLM cannot give memory back for a while, as one sentence with the remedy; None where it can."""
+        return None
 
     def recorder(self) -> Recorder | None:
         """A new one for the current device; None where nothing can be recorded, and everything is run anew.

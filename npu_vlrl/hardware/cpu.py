@@ -43,6 +43,9 @@ class CpuPlatform(Platform):
     def synchronize(self) -> None:
         """Nothing to do: operations are done when they return."""
 
+    def against_sleep(self) -> str:
+        return "vLLM cannot give memory back on the platform cpu; leave it out"
+
     def stream(self) -> None:
         return None
 

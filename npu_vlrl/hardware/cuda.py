@@ -20,6 +20,7 @@ class CudaPlatform(Accelerator):
     ray_resource = "GPU"
     tool = "nvidia-smi"
     graph = "CUDAGraph"
+    allocator_variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     packages = ("triton", "vllm", "ray")
     watched = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "GLOO_")
     cautions = {
@@ -27,7 +28,9 @@ class CudaPlatform(Accelerator):
     }
     launch_environment = {
         "PYTORCH_CUDA_ALLOC_CONF": Setting(
-            "expandable_segments:True", "lengths change from step to step; segments that grow do not fragment"
+            "expandable_segments:True",
+            "lengths change from step to step; segments that grow do not fragment",
+            unless="PYTORCH_ALLOC_CONF",
         ),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": Setting(
             "0", "whoever waits for a dead process names it and ends; the watchdog would abort without a name"

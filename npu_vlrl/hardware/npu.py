@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from npu_vlrl.hardware.accelerator import Accelerator
+from npu_vlrl.hardware.accelerator import SEGMENTS, Accelerator
 from npu_vlrl.hardware.base import HardwareError, Peak, Recorder, Setting
 
 LIBRARIES = ("libascendcl.so", "libhccl.so")
@@ -30,6 +30,11 @@ DRIVER_VERSION = "/usr/local/Ascend/driver/version.info"
 
 PEAK_SOURCE = "press and cloud providers; no data sheet of the maker"
 
+LEAST_TRANSFORMERS = 5
+"""Of its major versions; vllm-ascend 0.18.0 wants 4."""
+
+OWN_PORTS = "ports that are free; two processes on a device, as with vLLM, would both want HCCL's 16666"
+
 PAIRS = ("2.9.0", "2.10.0", "2.13.0")
 """Versions of torch and torch_npu that this project was tried with."""
 
@@ -43,8 +48,12 @@ class NpuPlatform(Accelerator):
     ray_resource = "NPU"
     tool = "npu-smi info"
     graph = "NPUGraph"
+    allocator_variables = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     packages = ("torch_npu", "triton-ascend", "mindspeed", "vllm-ascend", "ray")
-    watched = ("ASCEND_", "HCCL_", "PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF", "GLOO_", "VLLM_")
+    watched = (
+        *("ASCEND_", "HCCL_", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TASK_QUEUE_ENABLE"),
+        *("CPU_AFFINITY_CONF", "GLOO_", "VLLM_"),
+    )
     cautions = {
         ("TASK_QUEUE_ENABLE", "2"): "clashes with graph mode (torch.compile, captured graphs); set 1 to use those",
         ("TASK_QUEUE_ENABLE", "0"): "every operation is launched in turn, which is slow; unset it to train",
@@ -54,11 +63,15 @@ class NpuPlatform(Accelerator):
     }
     launch_environment = {
         "PYTORCH_NPU_ALLOC_CONF": Setting(
-            "expandable_segments:True", "lengths change from step to step; segments that grow do not fragment"
+            "expandable_segments:True",
+            "lengths change from step to step; segments that grow do not fragment",
+            unless="PYTORCH_ALLOC_CONF",  # torch_npu 2.13 refuses both together
         ),
         "TASK_QUEUE_ENABLE": Setting("1", "a second thread launches; 2 is faster, takes more memory, forbids graphs"),
         "CPU_AFFINITY_CONF": Setting("1", "a process stays on the cores that are near to its device"),
         "HCCL_CONNECT_TIMEOUT": Setting("600", "seconds; loading a large model from a slow disk takes over HCCL's 120"),
+        "HCCL_NPU_SOCKET_PORT_RANGE": Setting("auto", OWN_PORTS),
+        "HCCL_HOST_SOCKET_PORT_RANGE": Setting("auto", OWN_PORTS, unless="HCCL_IF_BASE_PORT"),  # which it overrules
         "VLLM_ASCEND_ENABLE_NZ": Setting("0", "vLLM cannot wake weights in the format NZ, nor take new ones exactly"),
     }
     # Totals; the matrix units alone reach 354e12 (B2, 9392) and 295e12 (B3). A 910C is two devices named 9392.
@@ -73,6 +86,33 @@ class NpuPlatform(Accelerator):
         if problem:
             raise HardwareError(problem)
         return torch.npu  # type: ignore[attr-defined]
+
+    def against_vllm(self) -> str | None:
+        """Where vllm-ascend is missing vLLM would take this machine for a CPU, or for nothing."""
+        lacking = [package for package in ("vllm", "vllm-ascend") if _installed(package) is None]
+        if lacking:
+            return (
+                f"needs {' and '.join(lacking)} in this environment, and launch/install_npu.sh makes none with both "
+                "the trainer and vLLM (docs/ascend.md says what is missing); set rollout.engine=inprocess"
+            )
+        found = _base_version("transformers") or "0"
+        if int(found.partition(".")[0]) < LEAST_TRANSFORMERS:
+            return (
+                f"finds transformers {found} beside vllm-ascend {_installed('vllm-ascend')}, and pictures need "
+                f"{LEAST_TRANSFORMERS} or newer (docs/ascend.md); set rollout.engine=inprocess"
+            )
+        return None
+
+    def against_sleep(self) -> str | None:
+        """vllm-ascend fails an assertion, deep inside, as memory that grows cannot be in a pool that sleeps."""
+        name, settings = self.allocator_settings() or ("", "")
+        if f"{SEGMENTS}:True" not in settings:
+            return None
+        return f"vLLM cannot give memory back with {name}={settings}; set {name}= (empty) before the command"
+
+    def _set_allocator(self, settings: str) -> None:
+        """This one of them alone, as older versions refuse the others here."""
+        super()._set_allocator(next(one for one in settings.split(",") if one.startswith(SEGMENTS)))
 
     def recorder(self) -> Recorder | None:
         """None where this CANN records nothing, or the queue of launches forbids it."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from npu_vlrl.hardware import PLATFORMS
+
 Handle = tuple[Any, ...]
 """Names a bucket; a few numbers and words."""
 
@@ -20,7 +22,8 @@ DEVICE_ARGUMENT = 6
 def shared_room(size: int, device: torch.device) -> Tensor:
     """A bucket, uint8 [size], that can be opened while it exists."""
     if device.type != "cpu":
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        with PLATFORMS[device.type]().shareable():
+            return torch.empty(size, dtype=torch.uint8, device=device)
     descriptor = os.memfd_create("npu_vlrl")  # memory without a name: nothing is left behind, however this ends
     os.truncate(descriptor, size)
     name = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -30,10 +33,18 @@ def shared_room(size: int, device: torch.device) -> Tensor:
 
 
 def handle_of(bucket: Tensor) -> Handle:
-    """Of what `shared_room` made."""
+    """Of what `shared_room` made. It names what was written to the bucket so far: this waits for the device, since the
+    streams of another process do not.
+    """
+    settled(bucket.device)
     if bucket.device.type == "cpu":
         return bucket.untyped_storage().filename, len(bucket)
     return reductions.reduce_tensor(bucket)
+
+
+def settled(device: torch.device) -> None:
+    """Returns when the device has done all that this process gave it. It is the process's current one."""
+    PLATFORMS[device.type]().synchronize()
 
 
 def opened(handle: Handle) -> Tensor:

@@ -64,6 +64,9 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 WORK_BYTES = 2**32
 """What vLLM may take beside weights and cache: activations, recorded steps, the library itself."""
 
+LOGPROBS = "processed_logprobs"
+"""Of the distribution that is drawn from: after temperature, limits and the bias of forbidden ids."""
+
 WORKER_EXTENSION = "npu_vlrl.rollout.vllm_worker.WeightTaker"
 
 BUCKET_BYTES = 2**28
@@ -116,7 +119,6 @@ class VllmEngine(LocalEngine):
         split = {
             "tensor_parallel_size": workers,
             "distributed_executor_backend": "mp",
-            "worker_extension_cls": WORKER_EXTENSION,
         }
         self._llm = self._vllm.LLM(
             str(folder),
@@ -130,11 +132,13 @@ class VllmEngine(LocalEngine):
             max_model_len=context_tokens,
             kv_cache_memory_bytes=cache_bytes,
             enforce_eager=not record,
-            logprobs_mode="processed_logprobs",
+            logprobs_mode=LOGPROBS,
+            worker_extension_cls=WORKER_EXTENSION,
             generation_config="vllm",  # not the folder's, whose settings are not ours
             mm_processor_kwargs={"size": size_limits(processor)} if processor else None,
             limit_mm_per_prompt={"video": 0} if processor else None,
         )
+        self._llm.collective_rpc("set_logprobs_mode", args=(LOGPROBS,))
 
     def _share(self, cache_bytes: int, device_bytes: int) -> float:
         """Of a device's memory. vLLM begins only where it is free; vllm-ascend takes what is left of it as cache."""

@@ -1,4 +1,5 @@
-"""What runs inside vLLM's workers: they take new weights from memory that they share with the engine's process.
+"""What runs inside vLLM's workers: they take new weights from memory that they share with the engine's process, and say
+the log-probabilities that are asked for.
 
 vLLM's workers import this module by name before they make a model, and so does the engine where it is the worker: on a
 CPU, vLLM's products run on copies of the weights that no update reaches, and importing this turns that off.
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from npu_vlrl.rollout.shared import Handle, opened
+from npu_vlrl.rollout.shared import Handle, opened, settled
 from npu_vlrl.sync.plan import Fact, Place, Plan
 
 with suppress(ModuleNotFoundError):  # there are no workers where vLLM is not installed
@@ -25,9 +26,20 @@ class WeightTaker:
 
     model_runner: Any
 
+    def set_logprobs_mode(self, mode: str) -> None:
+        """vllm-ascend makes a sampler of its own, with vLLM's default, whatever mode it was given."""
+        sampler = self.model_runner.sampler
+        filters = getattr(sampler, "topk_topp_sampler", sampler)  # it computes them, where there is one
+        for part in (sampler, filters):
+            if not hasattr(part, "logprobs_mode"):
+                raise RuntimeError(f"vLLM's {type(part).__name__} has no logprobs_mode; set rollout.engine=inprocess")
+            part.logprobs_mode = mode
+
     def take_weights(self, places: Sequence[tuple[list[Any], int, int]], handles: Sequence[Handle]) -> None:
         """Copies this worker's share of the tensors into the model. Places are a fact, a bucket and an offset each."""
         buckets = [opened(handle) for handle in handles]
         of_buckets = (Place(Fact.from_json(fact), bucket, offset) for fact, bucket, offset in places)
         plan = Plan(tuple(of_buckets), tuple(map(len, buckets)))
         self.model_runner.get_model().load_weights(plan.tensors(buckets))
+        for device in {bucket.device for bucket in buckets}:
+            settled(device)  # then the buckets may be written again

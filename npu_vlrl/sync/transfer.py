@@ -40,6 +40,7 @@ def guarded(collective: Callable[[], T], world: World, look: Callable[[], None],
 
     def work() -> None:
         try:
+            world.enter_thread()  # in here, so that a device that does not answer is heard of
             result.append(collective())
         except Exception as error:
             failure.append(error)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 import secrets
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Thread
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from npu_vlrl.hardware import Platform
+from npu_vlrl.hardware import HardwareError, Platform
 from npu_vlrl.hardware.collective import keep_gloo_on_this_machine
 from npu_vlrl.sync.channel import Channel, Peer, PeerError
 
@@ -27,6 +28,9 @@ START_TIMEOUT_S = 600.0
 TOKEN_TIMEOUT_S = 5.0
 """Who connects says the token at once; a stranger who says nothing keeps the others waiting no longer."""
 ADDRESS_KEY = "npu_vlrl/address"
+HOST_KEY = "npu_vlrl/host"
+REACHABLE = "nothing"
+"""What is said where there is no problem."""
 
 UNSEEN = Peer(-1, "another process", "an unknown host", 0)
 
@@ -83,6 +87,7 @@ class World:
         self.start_timeout_s = start_timeout_s
         self._channels = channels
         self._works: SimpleQueue[Callable[[], None]] | None = None
+        self._entered = threading.local()
         self.abandoned = False
         """A collective was given up, and may wait in its thread for ever."""
         self.learners = range(learners)
@@ -114,23 +119,25 @@ class World:
         return group if self.rank in members else None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Runs it in a second thread, which has the process's device; nothing waits for that at the end.
+        """Runs it in a second thread, which it makes ready by `enter_thread`; nothing waits for that at the end.
 
         One work comes after the other, unless one was abandoned: the next then gets a thread of its own.
         """
         if self._works is None or self.abandoned:
             self._works = SimpleQueue()
-            Thread(target=self._work, args=(self._works,), daemon=True, name="collectives").start()
+            threading.Thread(target=self._work, args=(self._works,), daemon=True, name="collectives").start()
         self._works.put(work)
 
-    def _work(self, works: SimpleQueue[Callable[[], None]]) -> None:
-        self.enter_thread()
+    @staticmethod
+    def _work(works: SimpleQueue[Callable[[], None]]) -> None:
         while True:
             works.get()()
 
     def enter_thread(self) -> None:
-        """A new thread begins with device 0; this gives it the process's own."""
-        self._platform.set_device(self._device)
+        """A new thread begins with device 0; this gives it the process's own. Raises HardwareError as that does."""
+        if not getattr(self._entered, "it", False):
+            self._platform.set_device(self._device)
+            self._entered.it = True
 
     def close(self) -> None:
         """Ends the connections, and the process group unless a collective hangs in it."""
@@ -157,7 +164,8 @@ def join(
     """Joins the other processes, with a device each: without `device` that of the local rank. All call it at one time.
     The first `learners` learn, see `World`.
 
-    Raises HardwareError without that device, and PeerError when another process does not come in `start_timeout_s`.
+    Raises HardwareError without that device or an address that others reach, and PeerError when another process does
+    not come in `start_timeout_s`.
     """
     rank, size = int(os.environ["RANK"]), started_processes()
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -173,6 +181,8 @@ def join(
         raise PeerError(UNSEEN, f"did not come to {me} within {start_timeout_s:g} s ({error})") from error
     store = dist.distributed_c10d._get_default_store()
     host = "127.0.0.1" if local_size == size else os.environ["MASTER_ADDR"]
+    if local_size < size:
+        _check_reachable(store, host, me, size)
     if rank == LEARNER:
         channels = _accept(store, host, size, timeout_s, start_timeout_s)
         peers = [me, *(channels[other].peer for other in range(1, size))]
@@ -184,6 +194,33 @@ def join(
         peers = [Peer(*values) for values in welcome.content["peers"]]
         channels[LEARNER].peer = peers[LEARNER]
     return World(platform, rank, peers, channels, timeout_s, start_timeout_s, device, learners)
+
+
+def _check_reachable(store: dist.Store, host: str, me: Peer, size: int) -> None:
+    """All call this. On some systems a machine's name is on itself an address of itself alone, such as 127.0.1.1.
+
+    Raises HardwareError in every process when the learner would listen there, and another one is on another machine.
+    """
+    store.set(f"{HOST_KEY}/{me.rank}", me.host)
+    if me.rank == LEARNER:
+        _, (address, *_) = _own_address(host)
+        hosts = {store.get(f"{HOST_KEY}/{rank}").decode(): rank for rank in range(1, size)}
+        away = next((found for found in hosts if found != me.host), None)
+        problem = REACHABLE
+        if away is not None and ipaddress.ip_address(address).is_loopback:
+            problem = (
+                f"MASTER_ADDR={host} is {address} on {me.host}, which rank {hosts[away]} on {away} does not reach; set "
+                f"MASTER_ADDR to {me.host}'s address in the network that both are in"
+            )
+        store.set(f"{HOST_KEY}/problem", problem)
+    if (said := store.get(f"{HOST_KEY}/problem").decode()) != REACHABLE:
+        raise HardwareError(said)
+
+
+def _own_address(host: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Where to listen, on a port that is free."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return family, address
 
 
 def _connect(store: dist.Store, host: str, me: Peer, timeout_s: float) -> Channel:
@@ -203,7 +240,8 @@ def _accept(store: dist.Store, host: str, size: int, timeout_s: float, start_tim
     """The learner listens, on loopback unless engines are on other machines; a stranger does not know the token."""
     token = secrets.token_hex(16)
     channels: dict[int, Channel] = {}
-    with socket.create_server((host, 0), backlog=size) as server:
+    family, address = _own_address(host)
+    with socket.create_server(address, family=family, backlog=size) as server:
         server.settimeout(start_timeout_s)
         store.set(ADDRESS_KEY, f"{server.getsockname()[1]} {token}")
         while len(channels) < size - 1:

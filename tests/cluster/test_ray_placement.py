@@ -6,14 +6,18 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from npu_vlrl.cluster import drives
 from npu_vlrl.cluster.driver import Processes
-from npu_vlrl.cluster.placement import bundles, connected, reserved
+from npu_vlrl.cluster.placed import Placed
+from npu_vlrl.cluster.placement import Place, bundles, connected, reserved
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.hardware import PLATFORMS
+from npu_vlrl.hardware.npu import NpuPlatform
 from tests.support.program import SMALL, config_file, program
 from tests.support.ranks import free_port
 from tests.support.ray_nodes import SETTINGS, two_nodes
@@ -49,6 +53,27 @@ def test_an_engine_gets_as_many_devices_as_it_splits_its_model_over(tmp_path: Pa
     words = ["ray.processes=4", "train.learners=2", "rollout.engine=vllm", "rollout.tensor_parallel=3"]
     needs = bundles(a_config(tmp_path, *words), PLATFORMS["npu"]())
     assert [bundle["NPU"] for bundle in needs] == [1, 1, 3, 3]
+
+
+def test_devices_of_a_process_ascend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray keeps them in a set of words; CANN takes them in their order only."""
+    npu, started = NpuPlatform(), []
+    for given, devices in (("10,9", "9,10"), ("4", "4"), ("GPU-b,GPU-a", "GPU-b,GPU-a"), ("", "")):
+        monkeypatch.setenv(npu.visible_devices_variable, given)
+        assert Placed().devices(npu.visible_devices_variable) == devices
+    actor: Any = SimpleNamespace(
+        free_port=SimpleNamespace(remote=lambda: 1), start=SimpleNamespace(remote=lambda *words: started.append(words))
+    )
+    ray = SimpleNamespace(get=lambda answer: answer)
+    Processes(ray, [Place(actor, "node", "127.0.0.1", "host", "9,10")]).start(a_config(tmp_path), "train", npu)
+    assert started[0][-1]["ASCEND_RT_VISIBLE_DEVICES"] == "9,10"
+
+
+def test_two_devices_of_a_real_worker(cluster: str, tmp_path: Path) -> None:
+    words = ["ray.processes=1", "rollout.engine=vllm", "rollout.tensor_parallel=2", f"ray.address={cluster}"]
+    config, npu = a_config(tmp_path, *words), PLATFORMS["npu"]()
+    with connected(config, npu) as ray, reserved(ray, [{"CPU": 1, "NPU": 2}], npu) as places:
+        assert [place.devices for place in places] == ["4,5"]
 
 
 def test_too_many_processes_are_told_what_there_is(cluster: str, tmp_path: Path) -> None:

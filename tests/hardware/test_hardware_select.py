@@ -13,7 +13,7 @@ import torch
 from npu_vlrl import kernels
 from npu_vlrl.hardware import PLATFORMS, HardwareError, select
 from npu_vlrl.hardware.__main__ import exports, main
-from npu_vlrl.hardware.base import Setting
+from npu_vlrl.hardware.base import Platform, Setting
 from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.hardware.cuda import CudaPlatform
 from npu_vlrl.hardware.npu import NpuPlatform
@@ -140,6 +140,41 @@ def test_shell_lines_leave_what_is_set(tmp_path: Path) -> None:
         'declare -x FRESH_X="it\'s \\$HOME"',
         'declare -x SET_X="mine"',
     ]
+
+
+@pytest.mark.parametrize(
+    ("platform", "ours", "other"),
+    [
+        (CudaPlatform, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+        (NpuPlatform, "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),  # torch_npu refuses both together
+        (NpuPlatform, "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_IF_BASE_PORT"),
+    ],
+)
+def test_a_variable_stays_away_from_another_about_the_same(
+    platform: type[Platform], ours: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(other, raising=False)
+    assert f"export {ours}=" in exports(platform())
+    monkeypatch.setenv(other, "")
+    assert f"export {ours}=" not in exports(platform())
+
+
+def test_shared_memory_is_not_of_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes the default for each setting that it is not told, so it is told all."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", told.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    with CudaPlatform().shareable():
+        pass
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(ZeroDivisionError), CudaPlatform().shareable():
+        assert told == ["max_split_size_mb:64,expandable_segments:False"]
+        told.append(str(1 // 0))
+    assert told[1:] == ["max_split_size_mb:64,expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # the one that counts
+    with CudaPlatform().shareable():
+        assert len(told) == 2
 
 
 def shell_quote(text: str) -> str:

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from npu_vlrl import kernels
 from npu_vlrl.hardware import HardwareError, select
+from npu_vlrl.hardware.base import Recorder
 from npu_vlrl.hardware.npu import NpuPlatform
+from npu_vlrl.kernels.recording import records
 from tests.host_cann import environment
+from tests.support.records import failing, frozen, right
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,6 +157,27 @@ def test_memory_is_counted(npu: NpuPlatform) -> None:
     assert npu.peak_memory_bytes() >= block.nbytes
 
 
+def test_what_is_shared_is_not_of_segments_that_grow() -> None:
+    """The real allocator takes both settings."""
+    code = (
+        "import torch; from npu_vlrl.hardware import select; p = select(); p.set_device(0)\n"
+        "from npu_vlrl.rollout.shared import shared_room\n"
+        "told, tell = [], torch.npu.memory._set_allocator_settings\n"
+        "torch.npu.memory._set_allocator_settings = lambda text: (told.append(text), tell(text))\n"
+        "print(len(shared_room(64, p.device())), *told)\n"
+        "print(p.against_sleep())"
+    )
+    variables = {**environment(), "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    done = python(code, variables)
+    assert done.stdout.splitlines() == [
+        "64 expandable_segments:False expandable_segments:True",
+        "vLLM cannot give memory back with PYTORCH_NPU_ALLOC_CONF=expandable_segments:True; set "
+        "PYTORCH_NPU_ALLOC_CONF= (empty) before the command",
+    ], done.stderr
+    empty = python(code, {**environment(), "PYTORCH_NPU_ALLOC_CONF": ""})  # the remedy
+    assert empty.stdout == "64\nNone\n", empty.stderr
+
+
 def test_memory_of_a_small_device() -> None:
     code = (
         "import torch; from npu_vlrl.hardware import select; p = select(); print(p.memory().total >> 20)\n"
@@ -196,3 +221,20 @@ def test_nothing_is_recorded_where_cann_cannot(npu: NpuPlatform, monkeypatch: py
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     monkeypatch.setattr(NpuPlatform, "api", lambda _: pytest.fail("asked, although this queue forbids graphs"))
     assert npu.recorder() is None
+
+
+@pytest.mark.parametrize(("recorder", "used"), [(right, True), (frozen, False), (failing, False)])
+def test_the_attention_of_decoding_is_tried_before_it_is_recorded(
+    npu: NpuPlatform, recorder: Recorder, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What op-plugin says of its fused attention and graphs differs between versions. The operator is the real one."""
+    monkeypatch.setattr(npu, "recorder", lambda: recorder)
+    called: list[str] = []
+    fused = torch.ops.npu.npu_fusion_attention
+    monkeypatch.setattr(torch.ops.npu, "npu_fusion_attention", lambda *a, **k: called.append("it") or fused(*a, **k))
+    kernels.use("npu")
+    try:
+        assert records(npu, npu.device(), torch.bfloat16) is used
+    finally:
+        kernels.use("reference")
+    assert called or recorder is failing

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from npu_vlrl.cli import main
+from npu_vlrl.hardware import npu
 from npu_vlrl.hardware.npu import NpuPlatform
 from npu_vlrl.rollout.vllm_adapter import RANKS, AdapterFolder
 from tests import host_cann
@@ -112,10 +114,39 @@ def test_a_worker_on_an_npu_takes_weights_sleeps_and_wakes() -> None:
     assert {"get_model", "reset_encoder_cache"} <= worker.keys()
     # it has no interface for weights: `WeightTaker` is added to it, and may not hide what is there
     everything = worker | methods("vllm/v1/worker/worker_base.py", "WorkerBase")
-    assert not {"update_weights", "start_weight_update", "take_weights"} & everything.keys()
+    assert not {"update_weights", "start_weight_update", "take_weights", "set_logprobs_mode"} & everything.keys()
     assert "get_model" in methods("vllm/v1/worker/gpu_model_runner.py", "GPUModelRunner")
     bases = definition("vllm_ascend/worker/model_runner_v1.py", "NPUModelRunner").bases
     assert [ast.unparse(base) for base in bases] == ["GPUModelRunner"]
+
+
+def test_its_sampler_does_as_it_is_told_afterwards() -> None:
+    """It ignores the mode that the engine is given, so `WeightTaker.set_logprobs_mode` says it again. Nothing says it
+    for each request, and the part that draws returns what the mode says."""
+    runner = ast.unparse(definition("vllm_ascend/worker/model_runner_v1.py", "NPUModelRunner"))
+    assert "self.sampler = AscendSampler()" in runner and "logprobs_mode" not in runner, "the step is not needed now"
+    assert "self.sampler(logits=logits, sampling_metadata=sampling_metadata)" in runner
+    sampler = definition("vllm_ascend/sample/sampler.py", "AscendSampler")
+    assert "self.topk_topp_sampler = AscendTopKTopPSampler()" in ast.unparse(sampler)
+    assert not {"forward", "sample", "gather_logprobs"} & methods("vllm_ascend/sample/sampler.py", sampler.name).keys()
+    stock = ast.unparse(definition("vllm/v1/sample/sampler.py", "Sampler"))
+    assert "logprobs_mode = logprobs_mode_override or self.logprobs_mode" in stock
+    assert "if processed_logprobs is not None:\n            raw_logprobs = processed_logprobs" in stock
+    draws = ast.unparse(definition("vllm_ascend/sample/sampler.py", "AscendTopKTopPSampler"))
+    said = "elif self.logprobs_mode == 'processed_logprobs':\n            logits_to_return = logits.log_softmax("
+    assert said in draws and draws.index("self.apply_top_k_top_p(logits, k, p)") < draws.index(said)
+    assert draws.count(", logits_to_return)") == 2  # both ways of drawing
+    worker = (SOURCES / "vllm_ascend" / "worker" / "worker.py").read_text()
+    assert "self.model_runner = NPUModelRunner(" in worker
+
+
+def test_an_npu_that_sleeps_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its allocator asserts that, so the engine refuses it by name before models load."""
+    allocator = ast.unparse(definition("vllm_ascend/device_allocator/camem.py", "CaMemAllocator"))
+    name, settings = "PYTORCH_NPU_ALLOC_CONF", NpuPlatform.launch_environment["PYTORCH_NPU_ALLOC_CONF"].value
+    assert f"conf = os.environ.get('{name}', '')" in allocator and f"assert '{settings}' not in conf" in allocator
+    monkeypatch.setenv(name, settings)
+    assert f"{name}={settings}" in str(NpuPlatform().against_sleep())
 
 
 def test_an_npu_sizes_the_cache_by_a_share_of_its_memory() -> None:
@@ -123,6 +154,32 @@ def test_an_npu_sizes_the_cache_by_a_share_of_its_memory() -> None:
     worker = (SOURCES / "vllm_ascend" / "worker" / "worker.py").read_text()
     assert "cache_config.gpu_memory_utilization" in worker and "cache_config.kv_cache_memory_bytes" not in worker
     assert {"gpu_memory_utilization", "kv_cache_memory_bytes"} <= keywords_of_ours("self._vllm.LLM")
+
+
+def test_an_environment_that_cannot_sample_with_vllm_says_so_before_models_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NPU_VLRL_PLATFORM", "npu")
+    there: dict[str, str] = {}
+    really = npu.version
+    monkeypatch.setattr(npu, "version", lambda package: there.get(package) or really(package))
+    words = ["--config", str(ROOT / "configs" / "photo_tiny.yaml"), "--run-dir", str(tmp_path), "rollout.engine=vllm"]
+
+    def refused() -> str:
+        assert main(["train", *words]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert refused() == (
+        "npu-vlrl: rollout.engine=vllm needs vllm and vllm-ascend in this environment, and launch/install_npu.sh makes "
+        "none with both the trainer and vLLM (docs/ascend.md says what is missing); set rollout.engine=inprocess"
+    )
+    there |= {"vllm": "0.18.0+empty", "vllm-ascend": "0.18.0", "transformers": "4.57.6"}
+    assert refused() == (
+        "npu-vlrl: rollout.engine=vllm finds transformers 4.57.6 beside vllm-ascend 0.18.0, and pictures need 5 or "
+        "newer (docs/ascend.md); set rollout.engine=inprocess"
+    )
+    there["transformers"] = "5.5.4"
+    assert refused().startswith("npu-vlrl: rollout.engine=vllm needs vLLM (")  # it is not there really
 
 
 CHECK = """

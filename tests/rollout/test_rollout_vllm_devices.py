@@ -17,12 +17,24 @@ import torch
 
 from npu_vlrl import processes
 from npu_vlrl.config import load_config
-from npu_vlrl.hardware import Memory
+from npu_vlrl.hardware import PLATFORMS, Memory
+from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.rollout import vllm
 from npu_vlrl.rollout.vllm import VllmEngine
 from npu_vlrl.rollout.vllm_worker import WeightTaker
 from npu_vlrl.sync.world import own_device
 from tests.support.models import load, tiny_folder
+
+
+def worker(load_weights: Callable[[Any], None]) -> WeightTaker:
+    """Its samplers say what vllm-ascend's say, whatever it was told."""
+    filters = SimpleNamespace(logprobs_mode="raw_logprobs")
+    made = WeightTaker()
+    made.model_runner = SimpleNamespace(
+        get_model=partial(SimpleNamespace, load_weights=load_weights),
+        sampler=SimpleNamespace(logprobs_mode="raw_logprobs", topk_topp_sampler=filters),
+    )
+    return made
 
 
 class RecordingLLM:
@@ -34,6 +46,7 @@ class RecordingLLM:
         self.store = os.environ.get(vllm.AGENT_STORE)
         self.did: list[str] = []
         self.asleep: set[str] = set()
+        self.workers = [worker(lambda tensors: self.did.append(f"load {len(list(tensors))}"))]
         self.llm_engine = SimpleNamespace(
             reset_encoder_cache=lambda: self.did.append("forget pictures"),
             engine_core=SimpleNamespace(shutdown=lambda: None),
@@ -46,6 +59,12 @@ class RecordingLLM:
     def wake_up(self, tags: list[str]) -> None:
         self.did.append(f"wake {tags}")
         self.asleep -= set(tags)
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> None:
+        plain = pickle.loads(pickle.dumps(args))  # as vLLM sends it; what is sent are names, not weights
+        assert len(pickle.dumps(args)) < 2**14
+        for worker in self.workers:
+            getattr(worker, method)(*plain)
 
     def apply_model(self, work: Callable[[Any], Any]) -> None:
         assert "weights" not in self.asleep, "a fault of the device"
@@ -147,24 +166,46 @@ class Split(RecordingLLM):
 
     def __init__(self, folder: str, **arguments: Any) -> None:
         super().__init__(folder, **arguments)
-        self.workers = [WeightTaker(), WeightTaker()]
         self.weights: list[dict[str, torch.Tensor]] = [{}, {}]
-        for worker, held in zip(self.workers, self.weights, strict=True):
-            worker.model_runner = SimpleNamespace(get_model=partial(SimpleNamespace, load_weights=partial(keep, held)))
+        self.workers = [worker(partial(keep, held)) for held in self.weights]
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> None:
-        plain = pickle.loads(pickle.dumps(args))  # as vLLM sends it; what is sent are names, not weights
-        assert len(pickle.dumps(args)) < 2**14
-        for worker in self.workers:
-            getattr(worker, method)(*plain)
+
+def test_every_worker_says_the_logprobs_of_what_it_draws_from(recorded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, llm = engine(sleeps=False)
+    monkeypatch.setattr(vllm, "import_vllm", lambda: SimpleNamespace(LLM=Split))
+    split, _ = engine(sleeps=False)
+    for one in (*llm.workers, *split._llm.workers):
+        sampler = one.model_runner.sampler
+        assert sampler.logprobs_mode == sampler.topk_topp_sampler.logprobs_mode == "processed_logprobs"
+    del sampler.topk_topp_sampler  # vLLM's second runner has none
+    one.set_logprobs_mode("processed_logprobs")
+    one.model_runner.sampler = SimpleNamespace()
+    with pytest.raises(RuntimeError, match="SimpleNamespace has no logprobs_mode; set rollout.engine=inprocess"):
+        one.set_logprobs_mode("processed_logprobs")
 
 
 def test_workers_beside_the_learner_open_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+
+    class Late(CpuPlatform):
+        """What was copied is there when the device was waited for."""
+
+        def synchronize(self) -> None:
+            waited.append("device")
+
+    def take(places: Any, handles: Any) -> None:
+        assert len(waited) == len(handles), "a worker was told of a bucket that is still being written"
+        WeightTaker.take_weights(taker, places, handles)
+        assert len(waited) > len(handles), "the bucket could be written again while it is read"
+
+    monkeypatch.setitem(PLATFORMS, "cpu", Late)
     monkeypatch.setattr(vllm, "import_vllm", lambda: SimpleNamespace(LLM=Split))
     monkeypatch.setattr(vllm, "BUCKET_BYTES", 2**16)
     loaded, open_before = load(tiny_folder("qwen2_5_vl")), len(os.listdir("/proc/self/fd"))
     settings: Any = {"context_tokens": 64, "cache_bytes": 1, "record": False, "seed": 0, "workers": 2}
     made = VllmEngine(loaded.policy, loaded.processor, loaded.folder, device=torch.device("cpu"), **settings)
+    taker = made._llm.workers[0]
+    taker.take_weights = take
     made.weights_changed(1)
     for held in made._llm.weights:
         assert held.keys() == loaded.policy.trainable().keys()

@@ -7,10 +7,12 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from npu_vlrl.hardware import HardwareError
 from npu_vlrl.sync import world
 from npu_vlrl.sync.channel import Channel, Message, Peer, PeerError
 from tests.support.sockets import connected
@@ -109,11 +111,11 @@ def test_a_lost_machine_is_noticed_by_the_system(ends: tuple[Channel, socket.soc
 class Accepting:
     """The learner's half of joining, in a thread."""
 
-    def __init__(self, engines: int, start_timeout_s: float) -> None:
+    def __init__(self, engines: int, start_timeout_s: float, host: str = "127.0.0.1") -> None:
         self.store = dist.HashStore()
         self.found: dict[int, Channel] = {}
         self.error: Exception | None = None
-        arguments = (self.store, "127.0.0.1", engines + 1, 5.0, start_timeout_s)
+        arguments = (self.store, host, engines + 1, 5.0, start_timeout_s)
         self.thread = threading.Thread(target=self._run, args=arguments)
         self.thread.start()
 
@@ -144,6 +146,48 @@ def test_strangers_are_sent_away_unread(monkeypatch: pytest.MonkeyPatch) -> None
     assert channels[1].receive(5.0).kind == "welcome"
     for channel in (*channels, *learner.found.values()):
         channel.close()
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_the_newer_protocol_serves_as_well() -> None:
+    learner = Accepting(engines=1, start_timeout_s=20.0, host="::1")
+    channel = world._connect(learner.store, "::1", Peer(1, "engine 1", "here", 101), 5.0)
+    learner.thread.join()
+    assert learner.found[1].peer.pid == 101
+    channel.close()
+    learner.found[1].close()
+
+
+@pytest.mark.parametrize(
+    ("address", "machines", "refused"),
+    [
+        ("127.0.1.1", ["one", "one", "two"], True),
+        ("::1", ["one", "two", "two"], True),
+        ("127.0.1.1", ["one", "one", "one"], False),  # two starts on one machine
+        ("10.0.0.1", ["one", "one", "two"], False),
+    ],
+)
+def test_an_address_that_others_do_not_reach_is_refused_by_all(
+    address: str, machines: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner would wait for ten minutes for who cannot come."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [(0, 0, 0, "", (address, port))])
+    store, heard = dist.HashStore(), []
+
+    def check(rank: int) -> None:
+        try:
+            world._check_reachable(store, "node-one", Peer(rank, "it", machines[rank], 1), 3)
+        except HardwareError as error:
+            heard.append(str(error))
+
+    threads = [threading.Thread(target=check, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert len(heard) == (3 if refused else 0) and len(set(heard)) == refused
+    if refused:
+        assert heard[0].startswith(f"MASTER_ADDR=node-one is {address} on one, which rank 2 on two does not reach; ")
 
 
 def test_an_engine_that_does_not_come_is_named() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from npu_vlrl.hardware import HardwareError
 from npu_vlrl.sync import transfer
 from npu_vlrl.sync.buckets import in_place
 from npu_vlrl.sync.channel import Channel, Message, Peer
@@ -29,6 +30,8 @@ class Process:
         self.thread = threading.Thread(target=work, daemon=True)
         self.thread.start()
 
+    def enter_thread(self) -> None: ...
+
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -46,6 +49,22 @@ def test_the_result_comes_back_from_the_second_thread(world: Any) -> None:
 
     assert guarded(work, world, nothing, 5.0) == "done"
     assert not world.abandoned
+
+
+def test_a_device_that_does_not_answer_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread lives on, and the next collective tries again."""
+    monkeypatch.setattr(transfer, "GRACE_S", 0.1)
+    answers = iter([HardwareError("npu device 1 does not answer"), None])
+
+    class Machine:
+        def set_device(self, index: int) -> None:
+            if (problem := next(answers)) is not None:
+                raise problem
+
+    world = World(Machine(), 0, (), {}, 1.0, 1.0, 1)  # type: ignore[arg-type]
+    with pytest.raises(HardwareError, match="device 1 does not answer"):
+        guarded(nothing, world, nothing, 5.0)
+    assert guarded(lambda: "done", world, nothing, 5.0) == "done"
 
 
 def test_the_second_thread_is_prepared_once_and_replaced_when_it_was_abandoned() -> None:

@@ -9,6 +9,8 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -77,8 +79,18 @@ def learner(world: World, folder: Path) -> dict[str, object]:
         remote.stop(world)
 
 
+def without_mode(llm: Any) -> Any:
+    """Like vllm-ascend, whose sampler does not hear which log-probabilities are asked for."""
+
+    def made(*arguments: Any, logprobs_mode: str, **others: Any) -> Any:
+        return llm(*arguments, **others)
+
+    return made
+
+
 def engine(world: World, workers: int) -> None:
-    with ExitStack() as cleanup:
+    vllm = import_vllm()
+    with ExitStack() as cleanup, patch.object(vllm, "LLM", without_mode(vllm.LLM)):
 
         def start(folder: Path) -> tuple[VllmEngine, Duties]:
             outline = load_model(ModelConfig(path=str(folder)), folder, 0, torch.device("meta"))

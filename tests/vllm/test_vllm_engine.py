@@ -14,7 +14,7 @@ import torch
 
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.rollout.rounds import EngineError, Request
-from npu_vlrl.rollout.vllm import CPU_TURNS, VllmEngine
+from npu_vlrl.rollout.vllm import CPU_TURNS, LOGPROBS, VllmEngine
 from npu_vlrl.types import Generation, Sample, SamplingParams, Segment, SegmentKind, StopReason
 from npu_vlrl.workflow.export import export
 from tests.support.episodes import Reply, Stage, long_episode, picture, task
@@ -129,6 +129,15 @@ def test_sampled_tokens_of_several_turns(stage: VllmStage, temperature: float) -
     assert largest_gap(engine_logprobs(samples), plain) < TOLERANCE
     assert len({sample.token_ids[-1] for sample in samples}) > 1
     assert {version for sample in samples for version in sample.weight_versions} == {0}
+
+
+def test_logprobs_are_those_of_what_was_drawn_from(stage: VllmStage) -> None:
+    """With vLLM's default they would be those before temperature and bias. The mode reaches the runner's samplers."""
+    rpc = stage.vllm._llm.collective_rpc
+    rpc("set_logprobs_mode", args=("raw_logprobs",))
+    assert gap(stage, episodes(stage, 0.7), 0.7) > VISIBLE
+    rpc("set_logprobs_mode", args=(LOGPROBS,))
+    assert gap(stage, episodes(stage, 0.7), 0.7) < TOLERANCE
 
 
 @seeing

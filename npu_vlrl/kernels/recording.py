@@ -1,0 +1,69 @@
+"""Whether a step of decoding can be recorded: not every device that records something records its attention.
+
+Operators exist that take lengths on the host, or that a record does not hold; a replay then says what was true when it
+was made, or nothing at all. So the attention over kept tokens is tried, with other lengths at the replay.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+
+import torch
+
+from npu_vlrl.hardware import Platform
+from npu_vlrl.hardware.base import Recorder
+from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.table import op
+
+ROWS, ROOM, HEADS, KEPT_HEADS, WIDTH = 2, 128, 4, 2, 64
+
+TOLERANCE = 0.02
+"""Between a replay and the same call at once, in half precision; a wrong length is some tenths off."""
+
+
+@lru_cache
+def records(platform: Platform, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the platform records, and the selected attention is replayed rightly. Says so once where it is not."""
+    recorder = platform.recorder()
+    if recorder is None:
+        return False
+    try:
+        gap = _gap(recorder, device, dtype)
+        problem = None if gap <= TOLERANCE else f"a replay of it is {gap:.1e} off"
+    except RuntimeError as error:
+        problem = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if problem:
+        print(
+            f"npu-vlrl: {platform.name} does not record the attention of decoding ({problem}); every step is launched "
+            "anew, which is slower and as right. rollout.record=false does not try",
+            file=sys.stderr,
+        )
+    return problem is None
+
+
+@torch.no_grad()
+def _gap(recorder: Recorder, device: torch.device, dtype: torch.dtype) -> float:
+    """The largest difference; not a number where there is one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    q, keys, values = (
+        random(HEADS, ROWS, WIDTH),
+        random(ROWS, ROOM, KEPT_HEADS, WIDTH),
+        random(ROWS, ROOM, KEPT_HEADS, WIDTH),
+    )
+    lengths = torch.tensor([2, 3], dtype=torch.int32, device=device)
+    rows = Rows.of(lengths, [1] * ROWS, ROOM, ROOM)
+    attention = op("kept_attention")
+    found = torch.zeros(ROWS, HEADS, WIDTH, device=device, dtype=dtype)
+
+    def step() -> None:
+        found.copy_(attention(q, keys, values, rows, WIDTH**-0.5))
+
+    replay = recorder(step)
+    lengths.copy_(torch.tensor([3, 100], dtype=torch.int32))
+    replay()
+    return (found - attention(q, keys, values, rows, WIDTH**-0.5)).abs().max().item()
