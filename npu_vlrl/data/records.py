@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 import unicodedata
 from array import array
@@ -23,10 +24,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from npu_vlrl.data.images import decode_image, read_image
+from npu_vlrl.data.images import decode_base64, decode_image, read_image, shortened
 from npu_vlrl.types import DataError, Image, Message, Task
 
 IMAGE_TAG = "<image>"
+_DATA_URI = re.compile("data:image/[^;,]{1,40};base64,")
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -197,7 +199,8 @@ def task_from_record(record: Mapping[str, Any], where: str, root: Path) -> Task:
     Fields: `data_source`; `prompt`, a list of {role, content}, where content is a string in which each `<image>` stands
     for the next of `images`, or a list of {"type": "text", "text"} and {"type": "image"} parts, where `<image>` in a
     text is just text and an image part may bring its own `image`; `images`, a list of {"bytes"} | {"path"} | bytes |
-    path; `reward_model.ground_truth`, a string or number ("" when no gold is needed); `extra_info`, optional.
+    path | "data:image/…;base64,…", where bytes may be base64 text; `reward_model.ground_truth`, a string
+    or number ("" when no gold is needed); `extra_info`, optional.
     Raises DataError naming `where`, the field and the remedy.
     """
     if record.get("videos"):
@@ -295,6 +298,8 @@ def _next_image(unused: Any, where: str, field: str) -> Image:
 
 def _image(image: Any, where: str, field: str, root: Path) -> Image:
     if isinstance(image, dict):
+        if isinstance(image.get("bytes"), str):  # JSON has no bytes
+            return decode_base64(image["bytes"], f"{where}, {field}")
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, bytes):
         return decode_image(image, f"{where}, {field}")
@@ -302,8 +307,12 @@ def _image(image: Any, where: str, field: str, root: Path) -> Image:
         raise DataError(
             f"{where}, {field}: expected bytes, a path, or {{bytes}} or {{path}}, got {type(image).__name__}; change it"
         )
+    if found := _DATA_URI.match(image):
+        return decode_base64(image[found.end() :], f"{where}, {field}")
     if "://" in image:
-        raise DataError(f"{where}, {field}: {image!r} is an address; download the image and give its path or bytes")
+        raise DataError(
+            f"{where}, {field}: {shortened(image)} is an address; download the image and give its path or bytes"
+        )
     return read_image(Path(image), f"{where}, {field}", root)
 
 

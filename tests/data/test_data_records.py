@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -72,7 +73,9 @@ def test_tags_take_images_in_order_across_messages(tmp_path: Path) -> None:
 def test_every_way_to_give_an_image(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(7))
     both, no_bytes = {"bytes": png(7), "path": "gone.png"}, {"bytes": None, "path": "a.png"}
-    for image in (png(7), "a.png", {"path": "a.png"}, both, no_bytes):
+    text = base64.b64encode(png(7)).decode()  # as JSON lines have it
+    written = [{"bytes": text}, f"data:image/png;base64,{text}", {"path": f"data:image/png;base64,{text}"}]
+    for image in (png(7), "a.png", {"path": "a.png"}, both, no_bytes, *written):
         assert task_from_record(row(images=[image]), WHERE, tmp_path).images == (picture(7),)
         inline = content([{"type": "image", "image": image}, {"type": "text", "text": "q", "image": None}], images=None)
         assert task_from_record(inline, WHERE, tmp_path).messages[0].parts == (picture(7), "q")
@@ -123,6 +126,9 @@ BAD = {
     "image without both": (row(images=[{"bytes": None, "path": None}]), r"images\[0\]: expected bytes, a path"),
     "image bytes": (row(images=[{"bytes": b"x"}]), r"images\[0\]: not an image"),
     "image zero bytes": (row(images=[{"bytes": b""}]), r"images\[0\]: the image has zero bytes"),
+    "image text": (row(images=[{"bytes": "a.png"}]), r"images\[0\]: the bytes 'a.png' are text, but not base64"),
+    "image base64": (row(images=["iVBORw0KGgo" * 999]), r"images\[0\]: the image file 'iVBO.{70,80}' cannot be read"),
+    "image uri": (row(images=["data:image/png;base64,AAAA"]), r"images\[0\]: not an image that can be read"),
     "image path": (row(images=["gone.png"]), r"images\[0\]: there is no image file"),
     "image outside": (row(images=["../../etc/x.png"]), r"images\[0\]: the image path .* leaves"),
     "address": (row(images=["https://a.b/c.png"]), r"images\[0\]: 'https.*' is an address; download"),
