@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -29,6 +30,7 @@ from npu_vlrl.types import DataError, Image, Message, Task
 
 IMAGE_TAG = "<image>"
 _DATA_URI = re.compile("data:image/[^;,]{1,40};base64,")
+NEEDED = ("data_source", "prompt", "reward_model")
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -115,12 +117,20 @@ def _jsonl(path: Path) -> Records:
 
 def _parquet(path: Path) -> Records:
     """Parquet has no access by row, so its rows are copied once, batch by batch, to a file that can be mapped."""
-    with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as folder, pq.ParquetFile(path) as parquet:
-        copy = Path(folder) / "rows.arrow"
-        with pa.ipc.new_stream(copy, parquet.schema_arrow) as writer:
-            for batch in parquet.iter_batches(batch_size=64):
-                writer.write_batch(batch)
-        return _mapped(path, [copy], [path])  # the mapping outlives the file's name
+    try:
+        with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as folder, pq.ParquetFile(path) as parquet:
+            copy = Path(folder) / "rows.arrow"
+            with pa.ipc.new_stream(copy, parquet.schema_arrow) as writer:
+                for batch in parquet.iter_batches(batch_size=64):
+                    writer.write_batch(batch)
+            return _mapped(path, [copy], [path])  # the mapping outlives the file's name
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # these are about writing, so not about `path`
+            raise
+        raise DataError(
+            f"{path}: its copy does not fit into the temporary folder {tempfile.gettempdir()} ({error}); make room "
+            "there, or set TMPDIR to another folder"
+        ) from error
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -203,6 +213,7 @@ def task_from_record(record: Mapping[str, Any], where: str, root: Path) -> Task:
     or number ("" when no gold is needed); `extra_info`, optional.
     Raises DataError naming `where`, the field and the remedy.
     """
+    _check_columns(record, where)
     if record.get("videos"):
         raise DataError(f"{where}, videos: videos are not supported; remove them or give their frames as images")
     source = _typed(record.get("data_source"), str, where, "data_source")
@@ -215,6 +226,19 @@ def task_from_record(record: Mapping[str, Any], where: str, root: Path) -> Task:
         answer=_gold(record, where),
         data_source=_clean(source, where, "data_source"),
         extra={key: value for key, value in extra.items() if value is not None},  # tables fill absent keys with null
+    )
+
+
+def _check_columns(record: Mapping[str, Any], where: str) -> None:
+    """Of a file in another format every row lacks the same columns; what it has instead tells its owner why."""
+    missing = [name for name in NEEDED if name not in record]
+    if not missing:
+        return
+    known = {"image": "images", "problem": "prompt", "question": "prompt", "answer": "reward_model.ground_truth"}
+    renamed = ", ".join(f"{name} belongs into {known[name]}" for name in record if name in known)
+    raise DataError(
+        f"{where}, {', '.join(missing)}: missing; the row has the columns {shortened(', '.join(record), 200)}"
+        f"{f' ({renamed})' if renamed else ''}; docs/data.md shows a row"
     )
 
 
@@ -322,7 +346,7 @@ def _or(value: Any, default: Any) -> Any:
 
 def _typed(value: Any, kind: type, where: str, field: str) -> Any:
     if value is None:
-        raise DataError(f"{where}, {field}: missing; the row needs it (see verl's data format)")
+        raise DataError(f"{where}, {field}: missing; the row needs it (docs/data.md shows a row)")
     if not isinstance(value, kind):
         raise DataError(
             f"{where}, {field}: expected {kind.__name__}, got {type(value).__name__} {value!r:.60}; change its type"

@@ -132,6 +132,15 @@ BAD = {
     "image path": (row(images=["gone.png"]), r"images\[0\]: there is no image file"),
     "image outside": (row(images=["../../etc/x.png"]), r"images\[0\]: the image path .* leaves"),
     "address": (row(images=["https://a.b/c.png"]), r"images\[0\]: 'https.*' is an address; download"),
+    "EasyR1's columns": (
+        {"images": [], "problem": "Find x.", "answer": "5"},
+        r"data_source, prompt, reward_model: missing; the row has the columns 'images, problem, answer' \(problem "
+        r"belongs into prompt, answer belongs into reward_model.ground_truth\); docs/data.md shows a row",
+    ),
+    "no columns that are known": (
+        row(prompt="DELETED", data_source="DELETED"),
+        "data_source, prompt: missing; the row has the columns 'images, reward_model, extra_info'; docs/data.md",
+    ),
     "no reward_model": (row(reward_model="DELETED"), "reward_model: missing"),
     "reward_model type": (row(reward_model="13"), "reward_model: expected dict, got str"),
     "no gold": (row(reward_model={"style": "rule"}), "reward_model.ground_truth: missing; give the right answer"),
@@ -210,6 +219,16 @@ def test_parquet_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tempfile.tempdir", str(spill))
     tasks = load_tasks(save(tmp_path, [row()], "parquet"))
     assert not list(spill.iterdir()) and tasks[0].answer == "13"
+
+
+def test_a_full_disk_is_not_the_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = save(tmp_path, [row()], "parquet")
+    monkeypatch.setattr("npu_vlrl.data.records.pa.ipc.new_stream", full)
+    with pytest.raises(DataError, match="train.parquet: its copy does not fit into the temporary folder .* TMPDIR"):
+        read_records(path)
 
 
 def test_damaged_lines_name_their_row(tmp_path: Path) -> None:
