@@ -99,6 +99,15 @@ def test_the_function_of_the_file_is_told_too(tmp_path: Path) -> None:
         environments(tmp_path / "other", "pass", "raise ValueError('fault is 0')")
 
 
+@pytest.mark.parametrize("kind", ["object()", "Nowhere", "np.ndarray"])
+def test_types_of_options_that_cannot_be_checked_are_told(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "mine.py").write_text(f"import numpy as np\n\ndef game(size: '{kind}' = 1):\n    pass\n")
+    with pytest.raises(
+        ValueError, match=r"mine\.py:game: the types of its options cannot be checked \(.*; use int, flo"
+    ):
+        game_environments(EnvironmentConfig(name=f"{tmp_path / 'mine.py'}:game"))
+
+
 FAILED = {
     "bug": (
         "def act(self, action): {}['lost']",

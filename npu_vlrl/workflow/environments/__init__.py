@@ -10,7 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 
-from pydantic import ValidationError, validate_call
+from pydantic import PydanticUserError, ValidationError, validate_call
 
 from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.workflow.environments.game import Game, GameEnvironment
@@ -41,7 +41,14 @@ def game_environments(config: EnvironmentConfig) -> Callable[[], GameEnvironment
         check_names("environment", [config.name], ["visual_qa", *GAMES])
         function = importlib.import_module(GAMES[config.name]).game
     check_names(f"option of {config.name!r}:", config.options, inspect.signature(function).parameters)
-    checked = validate_call(function)
+    try:
+        checked = validate_call(function)
+    except (PydanticUserError, NameError) as error:
+        problem = str(error).splitlines()[0]
+        raise ValueError(
+            f"{config.name}: the types of its options cannot be checked ({problem}); use int, float, str, bool, "
+            "and lists and dicts of them"
+        ) from error
 
     def make() -> GameEnvironment:
         game: Game = OwnGame(config.name, lambda: checked(**config.options)) if own else checked(**config.options)
