@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 
 from npu_vlrl.config import EnvironmentConfig, WorkflowConfig
@@ -61,6 +63,9 @@ def environments(folder: Path, method: str, function: str = "pass") -> Any:
     folder.mkdir(exist_ok=True)
     file = folder / "mine.py"
     file.write_text(GAME % ("\n".join(f"    {line}" for line in method.splitlines()), f"    {function}"))
+    picture = io.BytesIO()
+    PIL.Image.effect_noise((40, 40), 90).save(picture, "PNG")
+    (folder / "mine.py.png").write_bytes(picture.getvalue()[:-600])
     return game_environments(EnvironmentConfig(name=f"{file}:game", format="no_think"))
 
 
@@ -74,6 +79,11 @@ REFUSED = {
     "nothing shown": ("def picture(self): pass", r"picture\(\): a picture is an Image, .* not NoneType"),
     "floats": ("def picture(self): return RGB / 255", r"picture\(\): a picture is .* not float64 \[28, 56, 3\]"),
     "narrow": ("def picture(self): return np.zeros((1, 120000, 3), np.uint8)", "picture.*: .* too narrow"),
+    "cut file": (
+        "def picture(self): return PIL.Image.open(__file__ + '.png')",
+        r"picture\(\) raised (OSError|SyntaxError): .*; correct the game",
+    ),
+    "rules that fail": ("rules = property(lambda self: 1 / 0)", "its rules raised ZeroDivisionError"),
     "key": ("def state_key(self): return [1]", r"state_key\(\) returned \[1\]; return a text"),
     "no key": ("state_key = None", r"state_key\(\) raised TypeError: 'NoneType' object is not callable"),
     "solution": ("def solution(self): return ['Up']", r"solution\(\) names 'Up', which is none of .* Left, Right"),

@@ -23,7 +23,7 @@ class OwnGame:
         """`spec`: `path/to/file.py:function`; `make`: calls that function. What it refuses stays a ValueError."""
         self._spec, self._file = spec, str(Path(spec.rpartition(":")[0]).resolve())
         self.own = self._called("", make, ValueError)
-        actions = getattr(self.own, "actions", None)
+        actions = self._called("its actions ", lambda: getattr(self.own, "actions", None))
         if not isinstance(actions, (tuple, list)) or not actions or not all(isinstance(a, str) for a in actions):
             raise self._wrong(f"its actions are {_shown(actions)}", 'write a tuple of words, such as ("Left", "Right")')
         self.actions: tuple[str, ...] = tuple(actions)
@@ -31,7 +31,7 @@ class OwnGame:
     @property
     def rules(self) -> str:
         """Asked for after the start, since they may depend on it."""
-        rules = getattr(self.own, "rules", None)
+        rules = self._called("its rules ", lambda: getattr(self.own, "rules", None))
         if not isinstance(rules, str):
             raise self._wrong(f"its rules are {_shown(rules)}", "write a text")
         return rules
@@ -67,7 +67,8 @@ class OwnGame:
         return plain
 
     def picture(self) -> Image:
-        return to_image(self._asked("picture"), f"{self._spec}: picture()")
+        picture, where = self._asked("picture"), f"{self._spec}: picture()"
+        return self._called("picture() ", lambda: to_image(picture, where), DataError)  # Pillow may read its file now
 
     def state_key(self) -> str:
         key = self._asked("state_key")
