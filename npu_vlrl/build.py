@@ -76,6 +76,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     setting = make_setting(config, cleanup)
     with blaming("data"):
         train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
+        train_tasks.try_first()  # not after a model is loaded, and an evaluation played
         eval_tasks, eval_skipped = evaluation_tasks(config, setting.check_gold)
     world = join_engines(config, platform, cleanup) if started_processes() > 1 else None
     ranks = learning_ranks(world)
@@ -84,14 +85,8 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
             model_folder(config.model.path, run_dir / "model", config.train.seed)  # engines may read it now
             remote.begin(world, run_dir / "model")
         loaded, vision = load(config, run_dir / "model", platform)
-        renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
+        workflow = new_workflow(config, setting, loaded)
     engine = new_engine(config, platform, world, loaded, vision, run_dir, cleanup)
-    schemas, processor = setting.schemas, loaded.processor
-    if processor is not None and processor.position_scale is not None:
-        schemas = [on_scale(schema, processor.position_scale) for schema in schemas]
-    workflow = VisionMultiTurnAgenticWorkflow(
-        config.workflow, renderer, lambda: setting.new_environment(processor), schemas
-    )
     return Parts(
         platform,
         loaded,
@@ -106,6 +101,16 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
         eval_skipped,
         Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.train.seed),
         Sampling(evaluation.temperature, evaluation.top_p, evaluation.top_k, config.train.seed),
+    )
+
+
+def new_workflow(config: Config, setting: Setting, loaded: LoadedModel) -> VisionMultiTurnAgenticWorkflow:
+    renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
+    schemas, processor = setting.schemas, loaded.processor
+    if processor is not None and processor.position_scale is not None:
+        schemas = [on_scale(schema, processor.position_scale) for schema in schemas]
+    return VisionMultiTurnAgenticWorkflow(
+        config.workflow, renderer, lambda: setting.new_environment(processor), schemas
     )
 
 
@@ -192,6 +197,7 @@ def task_source(
         shuffle=config.shuffle,
         max_skip_share=config.max_skip_share,
         check_answer=check_answer,
+        columns=config.columns,
     )
 
 

@@ -1,12 +1,13 @@
 """`npu-vlrl COMMAND …`: words to one function call, errors to exit codes.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input or missing hardware (one message that says what to change), 130 a
-training was ended by Ctrl-C.
+Exit codes: 0 done, 1 the run failed, 2 bad input or missing hardware (one message that says what to change), 130 it was
+ended by Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ COMMANDS = (init, estimate, train, evaluate, view, plot, export, play, doctor, d
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     options = _parse(arguments)
+    from safetensors import SafetensorError
+
     from npu_vlrl.hardware import HardwareError
     from npu_vlrl.interrupt import Interrupted
     from npu_vlrl.learner.checkpoint import CheckpointError
@@ -40,9 +43,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Interrupted as end:
         print(f"npu-vlrl: {end}", file=sys.stderr)
         return INTERRUPTED
+    except KeyboardInterrupt:
+        print("npu-vlrl: ended by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+    except (OSError, SafetensorError) as error:
+        if not _disk_is_full(error):
+            raise
+        print(
+            f"npu-vlrl: the run failed: {printable(str(error))}: free some space, and go on with "
+            "run.if_exists=resume if it was a training",
+            file=sys.stderr,
+        )
+        return FAILED if started_processes() == 1 else leave(FAILED)
     except (EngineError, LearnerError, PeerError, RolloutError, SyncError) as error:
         print(f"npu-vlrl: the run failed: {printable(str(error))}", file=sys.stderr)
         return FAILED if started_processes() == 1 else leave(FAILED)
+
+
+def _disk_is_full(error: Exception) -> bool:
+    """Safetensors has the system's number in its message alone."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
+from npu_vlrl.interrupt import Interrupted
 from npu_vlrl.processes import run_engine
 from npu_vlrl.report import evaluated, tables
 from npu_vlrl.report.lines import read_lines
@@ -36,7 +37,10 @@ def evaluate_only(config: Config) -> dict[str, float]:
         evaluation.resume(folder / "trajectories.jsonl")
         if evaluation.results:
             run.console.line(f"{len(evaluation.results)} of {len(run.parts.eval_tasks)} tasks were answered before")
-        asyncio.run(_play_missing(run, evaluation))
+        try:
+            asyncio.run(_play_missing(run, evaluation))
+        except KeyboardInterrupt:
+            raise Interrupted("ended by Ctrl-C; what was answered is kept: go on with run.if_exists=resume") from None
         run.evaluations["evaluation"] = found = run.record(evaluation, 0)
         settings = {
             "model": config.model.path,

@@ -1,4 +1,6 @@
-"""Ctrl-C in a training: the first one ends it after the step in hand, a second one at once."""
+"""Ctrl-C in a training: the first one ends it after the step in hand, a second one at once. SIGTERM, by which a
+cluster's scheduler ends a job, is the same in a training of one process; torchrun sends it for reasons of its own.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,25 @@ class CtrlC:
     def asked(self) -> bool:
         return self._first is not None
 
+    def check(self, where: str) -> None:
+        """Raises Interrupted if so. `where` can be begun again from what is on the disk."""
+        if self.asked:
+            raise Interrupted(f"ended in {where}, as Ctrl-C asked for; go on with run.if_exists=resume")
+
     @contextmanager
     def caught(self) -> Iterator[None]:
         """Meanwhile Ctrl-C ends nothing at first; only a main thread can have it so, and others change nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGINT, self._pressed)
+        alone = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        taken = (signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,)
+        before = {number: signal.signal(number, self._pressed) for number in taken}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -47,5 +57,5 @@ class CtrlC:
             # not print: the signal may come in the middle of one
             os.write(2, b"\nnpu-vlrl: ending after the step in hand; Ctrl-C again ends at once\n")
         elif now - self._first > SAME_S:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

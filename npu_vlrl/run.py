@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class Run:
     def __init__(self, config: Config, cleanup: ExitStack) -> None:
         self.config = config
         check_installed(config.run.sinks)
-        self.folder = RunFolder(config)
+        self.folder = RunFolder(config, cleanup)
         self.parts: Parts = build(config, self.folder.path, cleanup)
         self.console = ConsoleReport(config.train.steps, config.run.log_every)
         self.sinks = cleanup.enter_context(Sinks(config.run.sinks, self._opening, self.console.line))
@@ -138,10 +138,11 @@ class Run:
             str(self.parts.loaded.folder),
         )
 
-    async def evaluate(self, name: str, step: int) -> dict[str, float]:
-        """Evaluates, shows and records; returns the means over all tasks."""
+    async def evaluate(self, name: str, step: int, between: Callable[[str], None] = lambda _: None) -> dict[str, float]:
+        """Evaluates, shows and records; returns the means over all tasks. `between` batches may end it by raising."""
         evaluation = Evaluation(self.config, self.parts, f"{name}{step}")
         while evaluation.missing:
+            between(f"the {name} evaluation")
             played = await evaluation.play()
             if self.config.run.record_every:
                 self.folder.trajectories(step, played, {})

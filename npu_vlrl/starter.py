@@ -131,7 +131,7 @@ COMMENTS = {
     "model.gradient_checkpointing": "computes activations again, and needs a fraction of their memory",
     "model.lora.rank": "adapters are trained, and the model stays as it is",
     "model.max_pixels": "larger pictures are made smaller: 784 pixels of Qwen2.5-VL are a token, 1024 of Qwen3-VL",
-    "data.train.path": "rows in verl's schema, as the README shows",
+    "data.train.path": "rows in verl's schema, see docs/data.md",
     "data.train.generator": "new rooms, without end",
     "workflow.max_turns": "turns of the policy in an episode; a tool call is a turn",
     "workflow.turn_discount": "a right answer in a later turn earns less",
@@ -276,7 +276,7 @@ def next_steps(task: str, made: Starter, target: Path, device: str | None) -> It
     prepare = {
         "geo3k": "npu-vlrl data geo3k --out runs/data/geo3k",
         "rotation": "npu-vlrl data rotation --photos YOUR_PHOTOS --out runs/data/rotation --size 448",
-        "own-data": "# write my_train.parquet as the README shows, or set data.train.path",
+        "own-data": "# write my_train.parquet as docs/data.md shows, or set data.train.path",
     }
     if task in prepare:
         yield prepare[task]

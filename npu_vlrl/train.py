@@ -26,7 +26,7 @@ def train(config: Config) -> dict[str, Any]:
     Of several processes, as torchrun starts them, the first does so; the others learn with it or sample for it
     (`train.learners`), and return nothing.
 
-    Raises Interrupted after the first Ctrl-C, with a checkpoint of the last step; a second one ends the process.
+    Raises Interrupted after the first Ctrl-C, with a checkpoint if a step was done; a second one ends the process.
     """
     if is_engine():
         run_engine(config)
@@ -42,12 +42,12 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
     config, engine = run.config, run.parts.engine
 
     engine.sleep()  # until there is something to sample
-    await warm_start(run)
+    await warm_start(run, ctrl_c.check)
     learner = run.new_learner()
     start = run.resume(learner)
     engine.weights_changed(start)  # what the warm start or a checkpoint brought
     if start == 0:
-        run.evaluations["baseline"] = await run.evaluate("baseline", 0)
+        run.evaluations["baseline"] = await run.evaluate("baseline", 0, ctrl_c.check)
 
     end = False
     async with run.rollouts(start) as rollouts:
@@ -71,8 +71,8 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
     if end:
         raise Interrupted(f"ended after step {done}, as Ctrl-C asked for; go on with run.if_exists=resume")
 
-    run.evaluations["final"] = await run.evaluate("final", config.train.steps)
-    run.save(config.train.steps, learner, rollouts.state())
+    run.save(config.train.steps, learner, rollouts.state())  # first: the evaluation can be played again
+    run.evaluations["final"] = await run.evaluate("final", config.train.steps, ctrl_c.check)
     return run.finish(time.monotonic() - began)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from npu_vlrl.build import task_source
 from npu_vlrl.data.source import TaskSource
@@ -23,8 +23,10 @@ SEED = 2_000_003
 """Added to `train.seed`, so that the demonstrated tasks are neither trained nor evaluated on."""
 
 
-async def warm_start(run: Run) -> None:
-    """Trains on the demonstrations and keeps the result in the run folder, where a resumed run finds it."""
+async def warm_start(run: Run, between: Callable[[str], None] = lambda _: None) -> None:
+    """Trains on the demonstrations and keeps the result in the run folder, where a resumed run finds it. `between`
+    steps may end it by raising.
+    """
     config, loaded = run.config, run.parts.loaded
     if not config.warm_start.steps:
         return
@@ -37,6 +39,7 @@ async def warm_start(run: Run) -> None:
     learner = run.new_learner()
     loss, right, solved = 0.0, 0, 0
     for step in range(config.warm_start.steps):
+        between("the warm start")
         shown = await _demonstrate(run, tasks, step)
         right += sum(trajectory.solved_first_try for trajectory in shown)
         solved += sum(trajectory.solved for trajectory in shown)

@@ -247,7 +247,8 @@ def test_sections_name_every_key() -> None:
             return [prefix]
         return list(itertools.chain.from_iterable(leaves(v, f"{prefix}.{k}".lstrip(".")) for k, v in value.items()))
 
-    full = {"model": {"path": "m", "lora": {}}, "data": {"train": {"path": "x"}, "eval": {"path": "x"}}}
+    source = {"path": "x", "columns": {}}
+    full = {"model": {"path": "m", "lora": {}}, "data": {"train": source, "eval": source}}
     dumped = Config.model_validate(full).model_dump()
     dumped["reward"]["options"] = dumped["environment"]["options"] = 0  # free-form
     assert sorted(keys) == sorted(leaves(dumped, ""))

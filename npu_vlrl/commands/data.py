@@ -1,19 +1,24 @@
-"""`npu-vlrl data …`: prepares data."""
+"""`npu-vlrl data …`: prepares data, and looks at it."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from npu_vlrl.commands.options import Commands
+from npu_vlrl.commands.options import Commands, add_config, load
 from npu_vlrl.config import ConfigError
+from npu_vlrl.exit_codes import BAD_INPUT, DONE
 
 BENCHMARKS = ("mathvista", "mathverse", "chartqa", "mme", "mmstar", "gpqa", "aime", "math500")
 
 
 def add(commands: Commands) -> None:
-    data = commands.add_parser("data", help="prepare data")
+    data = commands.add_parser("data", help="prepare data, or check it")
     kinds = data.add_subparsers(required=True, metavar="KIND")
+    check = kinds.add_parser("check", help="read all tasks of a configuration, and say which a training cannot use")
+    add_config(check)
+    check.add_argument("--limit", type=int, metavar="N", help="look at the first N usable rows of each source only")
+    check.set_defaults(run=_check)
     geo3k = kinds.add_parser("geo3k", help="60 real geometry problems as parquet in verl's schema")
     geo3k.add_argument("--source", default="examples/geo3k_sample", help="folder with problems.jsonl and images/")
     geo3k.add_argument("--out", required=True, help="folder for train.parquet and test.parquet")
@@ -40,6 +45,20 @@ def add(commands: Commands) -> None:
     benchmark.add_argument("--out", required=True, metavar="DIR", help="folder for NAME.parquet")
     benchmark.add_argument("--seed", type=int, default=0, help="of the order of GPQA's options")
     benchmark.set_defaults(run=_benchmark)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from npu_vlrl.check_data import check
+    from npu_vlrl.report.console import printable
+
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit must be at least 1, got {options.limit}")
+    config, good = load(options), True
+    for found in check(config, options.limit):
+        for line in found.lines(config.workflow.context_tokens):
+            print(printable(line), flush=True)
+        good = good and found.good_enough
+    return DONE if good else BAD_INPUT
 
 
 def _geo3k(options: argparse.Namespace) -> None:

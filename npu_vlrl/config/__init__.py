@@ -2,11 +2,20 @@
 
 from npu_vlrl.config.base import ConfigError
 from npu_vlrl.config.file import dump_config, load_config, sections
-from npu_vlrl.config.schema import Config, EnvironmentConfig, LoraConfig, ModelConfig, SourceConfig, WorkflowConfig
+from npu_vlrl.config.schema import (
+    ColumnsConfig,
+    Config,
+    EnvironmentConfig,
+    LoraConfig,
+    ModelConfig,
+    SourceConfig,
+    WorkflowConfig,
+)
 from npu_vlrl.config.training import AlgorithmConfig, CriticConfig, OptimConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "ColumnsConfig",
     "Config",
     "ConfigError",
     "CriticConfig",

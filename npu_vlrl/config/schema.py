@@ -59,6 +59,17 @@ class ModelConfig(Section):
     """Images with more pixels are made smaller; null takes the number of the model folder."""
 
 
+class ColumnsConfig(Section):
+    """Which columns of a file hold what, where they have not the names of verl's schema (docs/data.md)."""
+
+    prompt: str = "prompt"
+    """A list of messages, or a text, which is one message of the user."""
+    images: str | None = None
+    """Pictures, or one. Without an `<image>` in the prompt they come before its text. Not set: those of `images`."""
+    answer: str | None = None
+    """The right answer. Not set: `reward_model.ground_truth`."""
+
+
 class SourceConfig(Section):
     """Where tasks come from: records in a file, or an endless seeded generator."""
 
@@ -66,6 +77,8 @@ class SourceConfig(Section):
     """Parquet, JSON lines, or a Hugging Face dataset folder."""
     generator: Literal["photo", "arrow", "episodes"] | None = None
     """`episodes` are new seeds for a game."""
+    columns: ColumnsConfig | None = None
+    """For a file whose rows are not in verl's schema."""
     shuffle: bool = True
     """Takes the records of a file in another order in each epoch, which `train.seed` decides."""
     max_skip_share: Share = 0.1
@@ -75,6 +88,8 @@ class SourceConfig(Section):
     def _one_source(self) -> SourceConfig:
         if (self.path is None) == (self.generator is None):
             raise ValueError("give either `path` or `generator`")
+        if self.columns is not None and self.path is None:
+            raise ValueError("`columns` are those of a file, and a generator has none; remove them")
         return self
 
 

@@ -18,7 +18,8 @@ import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from npu_vlrl.data.records import IMAGE_TAG, control_character, read_records, written_schema
+from npu_vlrl.data.columns import IMAGE_TAG
+from npu_vlrl.data.records import control_character, read_records, written_schema
 from npu_vlrl.types import DataError
 
 INSTRUCTION = "Think step by step and put the final answer in \\boxed{}."

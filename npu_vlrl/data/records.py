@@ -25,10 +25,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from npu_vlrl.config import ColumnsConfig
+from npu_vlrl.data.columns import IMAGE_TAG, as_verl
 from npu_vlrl.data.images import decode_base64, decode_image, read_image, shortened
 from npu_vlrl.types import DataError, Image, Message, Task
 
-IMAGE_TAG = "<image>"
 _DATA_URI = re.compile("data:image/[^;,]{1,40};base64,")
 NEEDED = ("data_source", "prompt", "reward_model")
 ROLES = ("system", "user", "assistant", "tool")
@@ -183,24 +184,29 @@ class TaskFile:
     root: Path
     """Image paths start here and may not leave."""
     stem: str
+    columns: ColumnsConfig | None = None
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, row: int) -> Task:
-        task = task_from_record(self.records[row], self.records.where(row), self.root)
+        record, where = self.records[row], self.records.where(row)
+        if self.columns is not None:
+            record = as_verl(record, self.columns, where, self.stem)
+        task = task_from_record(record, where, self.root)
         return dataclasses.replace(task, id=f"{self.stem}/{task.extra.get('id', row)}")
 
 
-def load_tasks(path: Path, root: Path | None = None) -> TaskFile:
-    """Opens `path` (see `read_records`); `root` for image paths is the folder of the file unless given.
+def load_tasks(path: Path, root: Path | None = None, columns: ColumnsConfig | None = None) -> TaskFile:
+    """Opens `path` (see `read_records`); `root` for image paths is the folder of the file unless given. `columns` are
+    for rows in another schema than verl's.
 
     A task's id is `<file stem>/<extra_info.id or row number>`. Raises DataError when there is no row at all.
     """
     records = read_records(path)
     if not len(records):
         raise DataError(f"{path}: there are no rows in it; write the file again")
-    return TaskFile(records, root or (path if path.is_dir() else path.parent), path.stem)
+    return TaskFile(records, root or (path if path.is_dir() else path.parent), path.stem, columns)
 
 
 def task_from_record(record: Mapping[str, Any], where: str, root: Path) -> Task:
@@ -234,11 +240,11 @@ def _check_columns(record: Mapping[str, Any], where: str) -> None:
     missing = [name for name in NEEDED if name not in record]
     if not missing:
         return
-    known = {"image": "images", "problem": "prompt", "question": "prompt", "answer": "reward_model.ground_truth"}
-    renamed = ", ".join(f"{name} belongs into {known[name]}" for name in record if name in known)
+    known = {"image": "images", "problem": "prompt", "question": "prompt", "answer": "answer"}
+    settings = " ".join(f"data.train.columns.{known[name]}={name}" for name in record if name in known)
     raise DataError(
-        f"{where}, {', '.join(missing)}: missing; the row has the columns {shortened(', '.join(record), 200)}"
-        f"{f' ({renamed})' if renamed else ''}; docs/data.md shows a row"
+        f"{where}, {', '.join(missing)}: missing; the row has the columns {shortened(', '.join(record), 200)}; write "
+        f"rows as in docs/data.md, or say which columns hold what{f', as in {settings}' if settings else ''}"
     )
 
 

@@ -22,8 +22,9 @@ import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from npu_vlrl.data.columns import IMAGE_TAG
 from npu_vlrl.data.images import read_image
-from npu_vlrl.data.records import IMAGE_TAG, written_schema
+from npu_vlrl.data.records import written_schema
 from npu_vlrl.types import DataError, Image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")

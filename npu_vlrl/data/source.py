@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from npu_vlrl.config import ColumnsConfig
 from npu_vlrl.data.records import TaskFile, load_tasks
 from npu_vlrl.types import DataError, Task
 
@@ -42,6 +43,7 @@ class TaskSource:
         root: Path | None = None,
         max_skip_share: float = 0.05,
         check_answer: Callable[[str], None] | None = None,
+        columns: ColumnsConfig | None = None,
     ) -> TaskSource:
         """Rows of a file (see `load_tasks`), epoch after epoch, in a new order each when `shuffle` is on.
 
@@ -51,7 +53,7 @@ class TaskSource:
         `max_skip_share` of the file's rows were, or so many of those seen so far that a file with the allowed share
         gives them less than once in a million times (see `surely_above`): 12 of the first 20 where a tenth is allowed.
         """
-        return _RecordSource(load_tasks(path, root), seed, shuffle, max_skip_share, check_answer)
+        return _RecordSource(load_tasks(path, root, columns), seed, shuffle, max_skip_share, check_answer)
 
     @classmethod
     def generated(cls, make: Callable[[int], Task]) -> TaskSource:
@@ -61,6 +63,12 @@ class TaskSource:
     def next(self, n: int) -> list[Task]:
         """The next `n` tasks."""
         return [self.draw()[1] for _ in range(n)]
+
+    def try_first(self) -> None:
+        """Reads the first rows as `next` would, and goes back. Raises DataError where they would end the stream."""
+        before = self.state_dict()
+        self.next(MIN_ROWS_SEEN)
+        self.load_state_dict(before)
 
     def draw(self) -> tuple[int, Task]:
         """The next task and its position; no two tasks of a run have the same one."""

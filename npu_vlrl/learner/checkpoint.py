@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from npu_vlrl.learner.ranks import Ranks
+from npu_vlrl.model.folder import let_read
 
 Content = TypeVar("Content")
 Tensors = TypeVar("Tensors", bound=Mapping[str, Tensor])
@@ -95,6 +96,7 @@ def _write(partial: Path, checkpoint: Checkpoint[dict[str, Tensor]], ranks: Rank
         if held or not ranks.rank:
             file = partial / (f"{name}.{ranks.rank}.safetensors" if rows else f"{name}.safetensors")
             save_file(held, file, {ROWS: json.dumps(rows)} if rows else None)
+            let_read(file)
             _flush(file)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,8 +55,17 @@ def export_model(
             _keep_limits(partial, loaded.processor)
     for name, text in (files or {}).items():
         (partial / name).write_text(text, encoding="utf-8")
+    for file in partial.glob("*.safetensors"):
+        let_read(file)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+
+
+def let_read(file: Path) -> None:
+    """Gives a file of safetensors, which writes for its owner alone, the rights that other files get."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)
 
 
 def _keep_limits(folder: Path, processor: ImageProcessor) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,22 @@ from npu_vlrl.workflow.environments.formats import Format, make_format
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "pillow", "math-verify")
 
 
-FREE: Any = {"run": True, "sync": True, "ray": True, "train": {"steps", "learners", "shard", "offload"}}
-"""What may be another when a run goes on: where it writes, and how its work is shared out."""
+FREE: Any = {
+    "run": True,
+    "sync": True,
+    "ray": True,
+    "train": {"steps", "learners", "shard", "offload", "threads"},
+    "model": {"gradient_checkpointing"},
+    "data": {"train": {"path", "max_skip_share"}},
+    "workflow": {"tool_workers", "tool_deadline_s"},
+    "reward": {"workers", "deadline_s"},
+    "rollout": {"cache_mib", "feature_cache_mib", "record", "max_failed_share"},
+    "algorithm": {"max_logprob_gap"},
+    "optim": {"micro_batch_tokens", "logprob_chunk"},
+    "evaluation": {"every"},
+}
+"""What may be another when a run goes on: where it writes, how its work is shared out, what memory it takes and what
+ends it. Data are known by what is in them."""
 
 
 BEFORE = {"model", "sinks.json", "tensorboard", "wandb", "swanlab"}
@@ -32,16 +50,19 @@ BEFORE = {"model", "sinks.json", "tensorboard", "wandb", "swanlab"}
 class RunFolder:
     """Looks at `run.dir` and writes nothing before `begin`.
 
-    Raises ConfigError when it exists and `run.if_exists` is `raise`, or when a resumed run was configured differently
-    (more steps, other learners, and other `run.*`, `sync.*` and `ray.*` settings are allowed).
+    Raises ConfigError when it exists and `run.if_exists` is `raise`, when a resumed run was configured differently in
+    what is not `FREE`, or when another process is at it.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, cleanup: ExitStack | None = None) -> None:
+        """No other process may have the folder until `cleanup`."""
         self.path = Path(config.run.dir)
         self._config = config
+        self._cleanup = cleanup
         self.resumed = (self.path / "config.yaml").is_file()
         if self.resumed:
             self._check_resumable(config)
+            self._lock()
         elif self.path.exists() and (not self.path.is_dir() or any(p.name not in BEFORE for p in self.path.iterdir())):
             raise ConfigError(f"run.dir: {self.path} exists and is not a run folder; choose another with run.dir=…")
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
@@ -51,6 +72,8 @@ class RunFolder:
     def begin(self) -> None:
         """Makes the folder a run's. Called once all else is ready: what was refused leaves no run behind."""
         (self.path / "images").mkdir(parents=True, exist_ok=True)
+        if not self.resumed:
+            self._lock()
         (self.path / "config.yaml").write_text(dump_config(self._config), encoding="utf-8")
 
     @property
@@ -62,9 +85,8 @@ class RunFolder:
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             file = self.path / name
             if file.is_file():
-                complete = file.read_bytes().split(b"\n")[:-1]  # only \n ends a line; texts may hold U+2028
-                kept = [line for line in complete if json.loads(line)["step"] < step]
-                file.write_bytes(b"".join(line + b"\n" for line in kept))
+                with file.open("r+b") as lines:
+                    lines.truncate(_size_before(step, lines, file))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._append("metrics.jsonl", {"step": step, **{k: _finite(v) for k, v in values.items()}})
@@ -98,6 +120,21 @@ class RunFolder:
         if not target.exists():
             PillowImage.fromarray(image.rgb).save(target, compress_level=1)
 
+    def _lock(self) -> None:
+        """For as long as this process lives; the system takes the lock from one that is killed."""
+        if self._cleanup is None:
+            return
+        file = self._cleanup.enter_context((self.path / "config.yaml").open("a"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run.dir: another process is at work in {self.path}; wait for its end, or choose another run.dir"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system without locks
+                raise
+
     def _check_resumable(self, config: Config) -> None:
         if config.run.if_exists == "raise":
             raise ConfigError(
@@ -110,6 +147,25 @@ class RunFolder:
                 f"run.dir: {self.path} was configured differently in {', '.join(changed)}; cannot resume: take that "
                 "back, or begin another run with another run.dir"
             )
+
+
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+"""How each line begins. A run may have recorded more than fits into memory, so no more of a line is looked at."""
+
+
+def _size_before(step: int, lines: Iterable[bytes], file: Path) -> int:
+    """Bytes of the whole lines before those of `step`; lines stand in the order of steps. Raises ConfigError."""
+    size = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):  # cut by a crash. Only \n ends a line; texts may hold U+2028
+            break
+        found = _STEP.match(line)
+        if found is None:
+            raise ConfigError(f"{file}: line {number} does not begin with its step; mend or remove it")
+        if int(found[1]) >= step:
+            break
+        size += len(line)
+    return size
 
 
 def versions() -> dict[str, str]:

@@ -59,6 +59,10 @@ class Conversation:
     rewritten: bool = False
     """The template rewrote history at the last step: `context` is a fresh PROMPT, not a continuation."""
 
+    @property
+    def n_tokens(self) -> int:
+        return sum(map(len, self.context))
+
 
 class _ControlTokens:
     """Keeps control tokens written by the template apart from the same characters inside content.

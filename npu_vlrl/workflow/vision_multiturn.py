@@ -74,17 +74,22 @@ class VisionMultiTurnAgenticWorkflow:
         finally:
             session.close()
 
-    async def _play(
-        self, task: Task, session: EngineSession, group: str, member: int, sampling: Sampling, turns: list[Turn]
-    ) -> EpisodeStatus:
+    async def begin(self, task: Task) -> tuple[Environment, Conversation]:
+        """What is there before the first turn. Raises DataError or ValueError for a task that cannot be played."""
         environment = self.new_environment()
         opening = self._opening(await environment.reset(task))
         conversation = self.renderer.open(opening, self._schemas if self._native_tools else None)
         if self._room(conversation) < 1:
             raise DataError(
-                f"the prompt has {_size(conversation)} tokens and does not fit into workflow.context_tokens="
+                f"the prompt has {conversation.n_tokens} tokens and does not fit into workflow.context_tokens="
                 f"{self.config.context_tokens}; raise it, shorten the prompt or lower model.max_pixels"
             )
+        return environment, conversation
+
+    async def _play(
+        self, task: Task, session: EngineSession, group: str, member: int, sampling: Sampling, turns: list[Turn]
+    ) -> EpisodeStatus:
+        environment, conversation = await self.begin(task)
         while True:
             budget = min(self.config.turn_tokens, self._room(conversation))
             params = sampling.for_turn(group, member, len(turns), budget)
@@ -138,7 +143,7 @@ class VisionMultiTurnAgenticWorkflow:
         return EpisodeStatus.IMAGE_DOES_NOT_FIT if new_images and fits_without else EpisodeStatus.CONTEXT_FULL
 
     def _room(self, conversation: Conversation) -> int:
-        return self.config.context_tokens - _size(conversation)
+        return self.config.context_tokens - conversation.n_tokens
 
     def _opening(self, reset: Sequence[Message]) -> list[Message]:
         messages = list(reset)
@@ -171,7 +176,3 @@ def _turn(conversation: Conversation, action: Segment, text: str, step: Step, st
         step.judge_error,
         state,
     )
-
-
-def _size(conversation: Conversation) -> int:
-    return sum(map(len, conversation.context))

@@ -134,12 +134,12 @@ BAD = {
     "address": (row(images=["https://a.b/c.png"]), r"images\[0\]: 'https.*' is an address; download"),
     "EasyR1's columns": (
         {"images": [], "problem": "Find x.", "answer": "5"},
-        r"data_source, prompt, reward_model: missing; the row has the columns 'images, problem, answer' \(problem "
-        r"belongs into prompt, answer belongs into reward_model.ground_truth\); docs/data.md shows a row",
+        "data_source, prompt, reward_model: missing; the row has the columns 'images, problem, answer'; write rows as "
+        "in docs/data.md, or say .*, as in data.train.columns.prompt=problem data.train.columns.answer=answer$",
     ),
     "no columns that are known": (
         row(prompt="DELETED", data_source="DELETED"),
-        "data_source, prompt: missing; the row has the columns 'images, reward_model, extra_info'; docs/data.md",
+        "data_source, prompt: missing; the row has the columns 'images, reward_model, extra_info'; write rows as",
     ),
     "no reward_model": (row(reward_model="DELETED"), "reward_model: missing"),
     "reward_model type": (row(reward_model="13"), "reward_model: expected dict, got str"),

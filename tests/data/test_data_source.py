@@ -167,6 +167,16 @@ def test_an_empty_answer_is_a_bad_row_where_the_rule_needs_one(tmp_path: Path) -
     assert "t/3" in ids(free, 4) and not free.skipped
 
 
+def test_the_first_rows_are_tried_and_come_again(tmp_path: Path) -> None:
+    """Trying changes neither the order nor what was counted."""
+    path = write(tmp_path / "t.jsonl", {3}, 40)
+    made, again = (TaskSource.from_records(path, seed=0) for _ in range(2))
+    made.try_first()
+    assert made.skipped == {} and made.state_dict() == again.state_dict()
+    assert ids(made, 60) == ids(again, 60)
+    assert made.state_dict() == again.state_dict()
+
+
 def test_a_file_without_a_good_row_ends_the_run(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", {0, 1, 2}, 3)
     for use in (lambda s: s.next(1), lambda s: list(s.all())):

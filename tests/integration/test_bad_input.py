@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from tests.support.models import tiny_folder
 from tests.support.program import SMALL, Outcome, config_file, parquet, png, program, records, row
 
 
@@ -74,7 +76,7 @@ def test_too_many_bad_rows_end_the_run_with_the_last_reason(tmp_path: Path, fold
     (line,) = done.err.splitlines()
     assert line.startswith("npu-vlrl: bad.parquet: 7 of 20 rows were skipped, more than the allowed share 0.25;")
     assert "The last one: bad.parquet row 19, reward_model.ground_truth" in line
-    assert "step 1/9" in done.out  # it had begun
+    assert not done.out and not (tmp_path / "a" / "r" / "model").exists()  # nothing had begun
     at_start = train(tmp_path / "b", good, bad, *settings, "evaluation.tasks=0", shuffle=False, max_skip_share=0.25)
     assert "bad.parquet: 7 of 20 rows were skipped" in at_start.refused()
 
@@ -94,7 +96,7 @@ def test_a_line_of_jsonl_that_is_no_json(tmp_path: Path, folder: Path) -> None:
     rows = [json.dumps({**row(i), "images": [], "prompt": [{"role": "user", "content": "?"}]}) for i in range(4)]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join([rows[0], '{"prompt": [', *rows[1:]]) + "\n")
-    done = train(tmp_path / "a", file, folder / "good.parquet", "rollout.groups=4", shuffle=False)
+    done = train(tmp_path / "a", file, folder / "good.parquet", "rollout.groups=4", shuffle=False, max_skip_share=0.3)
     assert done.code == 0
     assert "step 0: skipped rows.jsonl row 1: the row cannot be read" in done.out
 
@@ -164,3 +166,29 @@ def test_a_reward_that_raises_or_hangs_for_some_answers(tmp_path: Path, folder: 
             assert (turn["judge_error"] is None) == (record["task"] == "good/0")
     assert rewards == {"good/0": [0.25] * 2, **{f"good/{i}": [-2.0] * 2 for i in (1, 2, 3)}}
     assert np.isfinite(step["reward"])
+
+
+def checked(tmp_path: Path, file: Path, *words: str, **changes: Any) -> Outcome:
+    values = {"train": {"path": str(file), **changes}, "eval": {"path": str(file.with_name("good.parquet"))}}
+    source = config_file(tmp_path, data=values, reward={"options": {"choices": ["up", "down"]}})
+    return program("data", "check", "--config", source, *SMALL, *words)
+
+
+def test_data_check_names_every_bad_row_before_a_training(tmp_path: Path, folder: Path) -> None:
+    """A picture of 28x28 pixels is one token, the placeholder that the template writes."""
+    found = checked(tmp_path, folder / "bad.parquet", max_skip_share=0.3)
+    told = found.out.splitlines()
+    assert told[0] == f"data.train ({folder / 'bad.parquet'}): 24 rows, 17 usable"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder("qwen2_5_vl"))
+    content = [{"type": "image"}, {"type": "text", "text": "Which way?"}]
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)["input_ids"]
+    n = len(ids)
+    assert told[1] == f"  prompt: {n} to {n} tokens, median {n}, of workflow.context_tokens=4096"
+    assert told[2:4] == ["  pictures in a prompt: 1 to 1", "  kinds: made 17"]
+    for line, (number, (reason, _)) in zip(told[4:11], BAD.items(), strict=True):
+        assert line.startswith(f"  bad.parquet row {number}, {reason}")
+    assert told[11] == f"data.eval ({folder / 'good.parquet'}): 4 rows, 4 usable"
+    assert found.code == 0  # 7 of 24 are allowed, and these no more
+    assert checked(tmp_path, folder / "bad.parquet", max_skip_share=0.25).code == 2
+    small = checked(tmp_path, folder / "good.parquet", f"workflow.context_tokens={n}", "--limit", "3")
+    assert small.code == 2 and small.out.count(f"the prompt has {n} tokens and does not fit") == 6

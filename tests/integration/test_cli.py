@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from npu_vlrl import __version__
 from npu_vlrl.config import load_config
-from tests.support.program import SMALL, config_file, parquet, program, records, row
+from tests.support.program import SMALL, Outcome, config_file, parquet, program, records, row
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,6 +153,26 @@ def test_help_version_and_words_that_are_no_command(base: Path) -> None:
     assert "unrecognized arguments: --run-dri" in program("config", "--config", base, "--run-dri", "x").err
     assert "unrecognized arguments: a=1" in program("data", "geo3k", "--out", "x", "a=1").err
     assert "no such configuration file" in program("config", "--config", "/no/such.yaml").refused()
+
+
+def test_a_full_disk_and_ctrl_c_are_a_message(monkeypatch: pytest.MonkeyPatch, base: Path) -> None:
+    def fail(error: BaseException) -> Outcome:
+        def load(options: object) -> None:
+            raise error
+
+        monkeypatch.setattr("npu_vlrl.commands.train.load", load)
+        return program("config", "--config", base)
+
+    written = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")  # its words
+    for error in (written, OSError(errno.ENOSPC, "No space left on device", "/r/images/1.png")):
+        done = fail(error)
+        (line,) = done.err.splitlines()
+        assert done.code == 1 and line.startswith("npu-vlrl: the run failed: ")
+        assert "No space left on device" in line and "free some space, and go on with run.if_exists=resume" in line
+    assert "'/r/images/1.png'" in line
+    with pytest.raises(PermissionError):  # a fault of ours, whose traceback is wanted
+        fail(PermissionError(errno.EACCES, "Permission denied", "x"))
+    assert fail(KeyboardInterrupt()) == Outcome(130, "", "npu-vlrl: ended by Ctrl-C\n")
 
 
 def test_data_geo3k_refuses_what_it_cannot_use(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import torch
 from transformers import Qwen2Tokenizer
 
 from npu_vlrl.config import Config, ConfigError
+from npu_vlrl.evaluation import Evaluation
+from npu_vlrl.interrupt import CtrlC, Interrupted
 from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.trainer import Learner
@@ -131,6 +133,36 @@ def test_stopped_in_the_final_evaluation(unbroken: Path, tmp_path: Path) -> None
     folder = tmp_path / "run"
     stop_in(small_config(folder), checkpoint, "save", 4)
     assert resume(folder) == ["step"]
+    assert_same_run(folder, unbroken)
+
+
+def test_a_broken_final_evaluation_costs_no_step(unbroken: Path, tmp_path: Path) -> None:
+    """Also where no checkpoint was asked for."""
+    folder = tmp_path / "run"
+    once = {"run__checkpoint_every": 0}
+    stop_in(small_config(folder, **once), Evaluation, "play", 2)
+    assert resume(folder, **once) == []
+    assert_same_run(folder, unbroken)
+
+
+@pytest.mark.parametrize(
+    ("asks", "where", "updates"),
+    [
+        (1, "the warm start", ["supervise"] * 2 + ["step"] * 4),
+        (2, "the warm start", ["supervise"] * 2 + ["step"] * 4),
+        (3, "the baseline evaluation", ["step"] * 4),
+        (8, "the final evaluation", []),
+    ],
+)
+def test_ctrl_c_where_no_step_is_in_hand(
+    unbroken: Path, tmp_path: Path, asks: int, where: str, updates: list[str]
+) -> None:
+    """Asked for before each of two supervised steps, before the baseline, after each of four steps, before the end."""
+    folder, asked = tmp_path / "run", iter(range(1, 9))
+    pressed = mock.PropertyMock(side_effect=lambda: next(asked) == asks)
+    with mock.patch.object(CtrlC, "asked", pressed), pytest.raises(Interrupted, match=f"^ended in {where}, as Ctrl-C"):
+        train(small_config(folder))
+    assert resume(folder) == updates
     assert_same_run(folder, unbroken)
 
 
@@ -284,6 +316,11 @@ def copied_config(folder: Path, **changes: Any) -> Config:
 def test_a_finished_run_has_nothing_left_to_do(finished: Path, unbroken: Path) -> None:
     train(copied_config(finished))
     assert_same_run(finished, unbroken)
+
+
+def test_weights_may_be_read_by_whom_other_files_may_be(unbroken: Path) -> None:
+    modes = {file.stat().st_mode for file in unbroken.rglob("*.safetensors")}
+    assert modes == {(unbroken / "summary.json").stat().st_mode}
 
 
 def test_without_leave_to_resume_nothing_is_touched(finished: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +81,56 @@ def test_resuming_needs_the_same_configuration(tmp_path: Path) -> None:
         ("rollout.groups, optim.lr", {"optim": {"lr": 1.0}, "rollout": {"groups": 3}}),
         ("data.eval", {"data": {"train": {"generator": "arrow"}, "eval": {"generator": "arrow"}}}),
         ("model.lora", {"model": {"path": "m", "lora": {}}}),
+        ("evaluation.tasks", {"evaluation": {"tasks": 3, "every": 9}}),
     ]
     for names, changes in different:
         with pytest.raises(ConfigError, match=f"configured differently in {names}; cannot resume"):
             RunFolder(config(tmp_path / "r", **resume, **changes))
+
+
+def test_what_cures_a_lack_of_memory_may_change(tmp_path: Path) -> None:
+    opened(tmp_path / "r")
+    cures: dict[str, dict[str, Any]] = {
+        "optim": {"micro_batch_tokens": 7, "logprob_chunk": 7},
+        "model": {"path": "m", "gradient_checkpointing": True},
+        "rollout": {"cache_mib": 7, "feature_cache_mib": 7, "record": False, "max_failed_share": 0.7},
+        "train": {"threads": 7, "shard": True, "offload": True, "learners": 2},
+        "reward": {"workers": 7, "deadline_s": 7.0},
+        "algorithm": {"max_logprob_gap": 7.0},
+    }
+    assert RunFolder(config(tmp_path / "r", run={"if_exists": "resume"}, **cures)).resumed
+
+
+def test_a_file_that_has_moved_is_the_same(tmp_path: Path) -> None:
+    opened(tmp_path / "r", data={"train": {"path": "a/t.parquet"}})
+    run = {"if_exists": "resume"}
+    assert RunFolder(config(tmp_path / "r", run=run, data={"train": {"path": "b/t.parquet"}})).resumed
+    with pytest.raises(ConfigError, match=r"configured differently in data\.train"):
+        RunFolder(config(tmp_path / "r", run=run, data={"train": {"generator": "arrow"}}))
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    again = config(tmp_path / "r", run={"if_exists": "resume"})
+    with ExitStack() as first:
+        RunFolder(config(tmp_path / "r"), first).begin()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"run.dir: another process is at work in .*r; wait for its end"):
+                RunFolder(again, ExitStack())
+    with ExitStack() as second:
+        RunFolder(again, second).begin()
+        with pytest.raises(ConfigError, match="at work"):
+            RunFolder(again, ExitStack())
+        assert load_config(tmp_path / "r" / "config.yaml") == again
+
+
+def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with ExitStack() as cleanup:
+        RunFolder(config(tmp_path / "r"), cleanup).begin()
+        assert RunFolder(config(tmp_path / "r", run={"if_exists": "resume"}), cleanup).resumed
 
 
 def test_metrics_that_are_not_finite_become_null(tmp_path: Path) -> None:
@@ -190,6 +238,29 @@ def test_rewind_drops_what_will_be_repeated(tmp_path: Path) -> None:
     assert "\u2028" in lines(run, "trajectories.jsonl")[0]["turns"][1]["text"]  # no line ends at such a character
     run.rewind(0)
     assert (run.path / "metrics.jsonl").read_text() == ""
+
+
+def test_rewind_leaves_what_it_keeps_in_its_place(tmp_path: Path) -> None:
+    """A copy would need room for a second file, and a kill could come in the middle of it."""
+    run = opened(tmp_path / "r")
+    for step in range(4):
+        run.metrics(step, {"a": 1.0})
+    file = run.path / "metrics.jsonl"
+    inode, text = file.stat().st_ino, file.read_text()
+    run.rewind(2)
+    assert file.stat().st_ino == inode
+    assert file.read_text() == text[: text.index('{"step": 2')]
+
+
+def test_rewind_refuses_what_is_no_record(tmp_path: Path) -> None:
+    run = opened(tmp_path / "r")
+    run.metrics(0, {"a": 1.0})
+    file = run.path / "metrics.jsonl"
+    damaged = file.read_text() + "garbage\n" + '{"step": 1, "a": 1.0}\n'
+    file.write_text(damaged)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 does not begin with its step; mend or remove it"):
+        run.rewind(1)
+    assert file.read_text() == damaged
 
 
 def test_rewind_drops_a_line_that_a_crash_cut_off(tmp_path: Path) -> None:

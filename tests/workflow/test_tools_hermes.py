@@ -127,3 +127,23 @@ def test_hostile_text_is_read_in_linear_time() -> None:
         text = unit * (10_000_000 // len(unit))
         assert parse_tool_calls(text).calls == ()
     assert not parse_tool_calls("<tool_call>" + " " * 10_000_000).calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ('{"angle": 1e999}', "1e999 is too large a number"),
+        ('"{\\"angle\\": -1e999}"', 'its "arguments" are a string that is not JSON'),
+        ('{"a": ' + "[" * 32 + "]" * 32 + "}", 'its "arguments" are nested more than 32 deep'),
+        ('{"a": ' + "[" * 500 + "]" * 500 + "}", 'its "arguments" are nested more than 32 deep'),
+    ],
+)
+def test_what_a_run_folder_could_not_record_is_no_call(arguments: str, reason: str) -> None:
+    """JSON has no infinity, and Python writes nothing that is a thousand deep."""
+    parsed = parse_tool_calls(tagged(f'{{"name": "rotate", "arguments": {arguments}}}'))
+    assert parsed.calls == () and reason in parsed.errors[0]
+
+
+def test_arguments_as_deep_as_they_may_be() -> None:
+    (call,) = parse_tool_calls(tagged('{"name": "a", "arguments": {"a": ' + "[" * 31 + "1" + "]" * 31 + "}}")).calls
+    assert json.dumps(dict(call.arguments)).count("[") == 31

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 
 from npu_vlrl.data.benchmarks import charts, choices, mathverse, mathvista, texts
 from npu_vlrl.data.benchmarks.rows import Question, Row, read_rows
-from npu_vlrl.data.records import IMAGE_TAG, written_schema
+from npu_vlrl.data.columns import IMAGE_TAG
+from npu_vlrl.data.records import written_schema
 from npu_vlrl.types import DataError
 
 Adapter = Callable[[Row, int, int], Question]

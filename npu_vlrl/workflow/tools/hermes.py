@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = '<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
 MAX_CALLS = 32
 """Calls read from one text; a turn that repeats itself up to its token budget can hold thousands."""
+
+MAX_DEPTH = 32
+"""Of arguments; Python cannot write a thousand again, which it has read."""
 
 _SPACE = re.compile(r"\s*")
 
@@ -83,7 +87,17 @@ def _call(value: Any) -> ToolCall:
             raise ValueError('its "arguments" are a string that is not JSON') from None
     if not isinstance(arguments, Mapping):
         raise ValueError('its "arguments" are not an object')
+    if _depth(arguments) > MAX_DEPTH:
+        raise ValueError(f'its "arguments" are nested more than {MAX_DEPTH} deep')
     return ToolCall(name, arguments)
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, (dict, list))]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -95,4 +109,11 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)

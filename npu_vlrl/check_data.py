@@ -1,0 +1,111 @@
+"""`npu-vlrl data check`: what a training would read, looked at before one is started. No weights are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+
+from npu_vlrl.build import Setting, make_setting, new_workflow, task_source
+from npu_vlrl.config import Config, SourceConfig
+from npu_vlrl.model.load import load_model
+from npu_vlrl.processes import blaming
+from npu_vlrl.types import DataError, Task
+from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
+
+GENERATED = 100
+"""Tasks of a generator that are looked at; it makes them without end."""
+
+SHOWN = 20
+"""Faults of a source that are printed."""
+
+
+@dataclass
+class Found:
+    """In one source of tasks."""
+
+    name: str
+    allowed: float
+    """Share of rows that may be wrong."""
+    usable: int = 0
+    faults: dict[str, str] = field(default_factory=dict)
+    """What is wrong, by row or task."""
+    tokens: list[int] = field(default_factory=list)
+    """Of each usable task's prompt, its pictures included."""
+    pictures: list[int] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rows(self) -> int:
+        return self.usable + len(self.faults)
+
+    @property
+    def good_enough(self) -> bool:
+        return self.usable > 0 and len(self.faults) <= self.allowed * self.rows
+
+    def lines(self, context_tokens: int) -> Iterator[str]:
+        yield f"{self.name}: {self.rows} rows, {self.usable} usable"
+        if self.usable:
+            yield (
+                f"  prompt: {min(self.tokens)} to {max(self.tokens)} tokens, median {median(self.tokens):g}, of "
+                f"workflow.context_tokens={context_tokens}"
+            )
+            yield f"  pictures in a prompt: {min(self.pictures)} to {max(self.pictures)}"
+            yield "  kinds: " + ", ".join(f"{kind} {count}" for kind, count in self.kinds.most_common())
+        for where, reason in islice(self.faults.items(), SHOWN):
+            yield f"  {reason if where in reason else f'{where}: {reason}'}"
+        if len(self.faults) > SHOWN:
+            yield f"  and {len(self.faults) - SHOWN} more"
+
+
+def check(config: Config, limit: int | None = None) -> Iterator[Found]:
+    """Reads the tasks of `data.train` and `data.eval`, the first `limit` of each, and renders their prompts.
+
+    Raises ConfigError or DataError for what no row can mend.
+    """
+    with ExitStack() as cleanup:
+        runner = cleanup.enter_context(asyncio.Runner())
+        setting = make_setting(config, cleanup)
+        scratch = Path(cleanup.enter_context(TemporaryDirectory()))
+        with blaming("model"):
+            loaded = load_model(config.model, scratch, config.train.seed, torch.device("meta"))
+            workflow = new_workflow(config, setting, loaded)
+        sources = {"data.train": config.data.train, "data.eval": config.data.eval}
+        for key, source in sources.items():
+            if source is not None:
+                found = Found(f"{key} ({source.path or source.generator})", source.max_skip_share)
+                runner.run(_look(_tasks(config, source, setting, limit, found), workflow, found))
+                yield found
+
+
+def _tasks(config: Config, source: SourceConfig, setting: Setting, limit: int | None, found: Found) -> Iterator[Task]:
+    lenient = source.model_copy(update={"max_skip_share": 1.0})  # all faults are wanted
+    with blaming("data"):
+        tasks = task_source(lenient, config, config.train.seed, setting.check_gold)
+    try:
+        yield from islice(tasks.all(), limit or (None if source.path is not None else GENERATED))
+    except DataError:  # no row is usable
+        if not tasks.skipped:
+            raise
+    found.faults |= tasks.skipped
+
+
+async def _look(tasks: Iterator[Task], workflow: VisionMultiTurnAgenticWorkflow, found: Found) -> None:
+    for task in tasks:
+        try:
+            _, conversation = await workflow.begin(task)
+        except (DataError, ValueError) as error:
+            found.faults[task.id] = str(error)
+            continue
+        found.usable += 1
+        found.tokens.append(conversation.n_tokens)
+        found.pictures.append(sum(len(segment.images) for segment in conversation.context))
+        found.kinds[task.data_source] += 1

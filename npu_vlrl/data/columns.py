@@ -1,0 +1,48 @@
+"""Rows of data sets that were not written for this project, in verl's schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from npu_vlrl.config import ColumnsConfig
+from npu_vlrl.types import DataError
+
+IMAGE_TAG = "<image>"
+
+
+def as_verl(record: Mapping[str, Any], columns: ColumnsConfig, where: str, data_source: str) -> dict[str, Any]:
+    """The row with what its `columns` hold under the names of verl's schema, see `records.task_from_record`.
+
+    A prompt that is a text is one message of the user. Where no text has an `<image>`, the pictures come before the
+    first. `data_source` is for rows without one. Raises DataError for a column that the row lacks.
+    """
+    row = dict(record)
+    prompt = _column(record, "prompt", columns.prompt, where)
+    row["prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if columns.images is not None:
+        images = _column(record, "images", columns.images, where)
+        row["images"] = images if isinstance(images, list) else [images]
+    if columns.answer is not None:
+        row["reward_model"] = {"ground_truth": _column(record, "answer", columns.answer, where)}
+    if row.get("data_source") is None:
+        row["data_source"] = data_source
+    _show_first(row)
+    return row
+
+
+def _column(record: Mapping[str, Any], key: str, column: str, where: str) -> Any:
+    if record.get(column) is None:
+        there = ", ".join(name for name, value in record.items() if value is not None)
+        raise DataError(f"{where}, {column}: missing, and columns.{key} names it; it has {there}; name one of these")
+    return record[column]
+
+
+def _show_first(row: dict[str, Any]) -> None:
+    """Puts a tag for each picture before the first text, if the prompt says nowhere where they belong."""
+    prompt, images = row["prompt"], row.get("images") or []
+    contents = [message.get("content") for message in prompt if isinstance(message, dict)] if prompt else []
+    if contents and all(isinstance(content, str) and IMAGE_TAG not in content for content in contents):
+        first = next((i for i, message in enumerate(prompt) if message.get("role") != "system"), 0)
+        row["prompt"] = list(prompt)
+        row["prompt"][first] = prompt[first] | {"content": IMAGE_TAG * len(images) + prompt[first]["content"]}
