@@ -127,13 +127,18 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class Message:
-    """A chat message; `parts` holds text and images in reading order.
+    """A chat message; `parts` holds text and images in reading order. Raises ValueError for a part of another type.
 
     Example: `Message("user", (image, "Which way is up?"))`
     """
 
     role: str
     parts: tuple[str | Image, ...]
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if not isinstance(part, (str, Image)):
+                raise ValueError(f"a part of a Message is a str or an Image, not {type(part).__name__}; convert it")
 
     @property
     def images(self) -> tuple[Image, ...]:

@@ -229,3 +229,9 @@ def test_rewritten_turn() -> None:
     assert trajectory(one, dataclasses.replace(two, context=(SEGMENTS[0], changed, SEGMENTS[2]))).rewritten_turn() == 1
     shorter = dataclasses.replace(two, context=SEGMENTS[:1])
     assert trajectory(one, shorter).rewritten_turn() == 1
+
+
+@pytest.mark.parametrize("part", [None, 3, np.zeros((2, 2, 3), np.uint8), b"x"])
+def test_a_message_refuses_what_nobody_would_see(part: object) -> None:
+    with pytest.raises(ValueError, match=f"is a str or an Image, not {type(part).__name__}; convert it"):
+        Message("user", ("Which way?", part))  # type: ignore[arg-type]

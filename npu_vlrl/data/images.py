@@ -5,8 +5,12 @@ Order of events: size check on the header, decoding, EXIF orientation, 16 bit to
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -14,7 +18,10 @@ import PIL.Image
 from npu_vlrl.types import DataError, Image
 
 MAX_PIXELS = 1 << 26
-"""Largest width * height that is decoded: 67 million pixels, 192 MiB as RGB."""
+"""Largest width * height that is decoded, with the white that a narrow picture gets: 67 million, 192 MiB as RGB."""
+
+MAX_ASPECT = 200
+"""Longest side over shortest side that the towers were made for; narrower pictures are padded with white."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000")
 """Formats that are opened. Others stay shut: some of Pillow's readers start other programs (EPS)."""
@@ -35,7 +42,7 @@ def decode_image(data: bytes, where: str) -> Image:
     """Decodes the first frame of a picture file held in memory.
 
     `where` names the picture in errors, e.g. `train.parquet row 17, images[0]`.
-    Raises DataError when the bytes are empty, truncated, not one of `FORMATS`, or larger than `MAX_PIXELS`.
+    Raises DataError when the bytes are empty, truncated, not one of `FORMATS`, or refused by `check_size`.
     """
     if not data:
         raise DataError(f"{where}: the image has zero bytes; store the encoded file (PNG, JPEG, ...) again")
@@ -57,28 +64,92 @@ def decode_image(data: bytes, where: str) -> Image:
 def read_image(path: Path, where: str, root: Path | None) -> Image:
     """Reads a picture file. A relative `path` is taken from `root`, which it must not leave, not even by a link.
 
-    `root=None` allows any path. Raises DataError as `decode_image` does, and for a path outside or not a file.
+    `root=None` allows any path. Raises DataError as `decode_image` does, and for a path outside, one that
+    is no file, and one that cannot be read.
     """
+    shown, base = shortened(str(path)), root or Path.cwd()
     if "\0" in str(path):
-        raise DataError(f"{where}: the image path {str(path)!r} contains a null byte; write the path again")
-    full = path.resolve() if root is None else (root / path).resolve()
-    if root is not None and not full.is_relative_to(root.resolve()):
-        raise DataError(f"{where}: the image path {path} leaves {root}; move the image into that folder")
-    if not full.is_file():
-        raise DataError(f"{where}: there is no image file {full}; correct the path or add the file")
-    return decode_image(full.read_bytes(), where)
+        raise DataError(f"{where}: the image path {shown} contains a null byte; write the path again")
+    try:
+        full = (base / path).resolve()
+        if root is not None and not full.is_relative_to(root.resolve()):
+            raise DataError(f"{where}: the image path {shown} leaves {root}; move the image into that folder")
+        if not full.is_file():
+            raise DataError(f"{where}: there is no image file {shown} in {base}; correct the path or add the file")
+        data = full.read_bytes()
+    except (OSError, RuntimeError) as error:  # a name that is too long, no permission; links that go round in circles
+        problem = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{where}: the image file {shown} cannot be read ({shortened(str(problem))}); correct the path or the "
+            "file's permissions, or give the picture itself as bytes"
+        ) from error
+    return decode_image(data, where)
+
+
+def decode_base64(text: str, where: str) -> Image:
+    """Decodes a picture file that was written as base64. Raises DataError as `decode_image` does, and for other text.
+
+    Example: `decode_base64("iVBORw0KGgo…", "train.jsonl row 17, images[0]")`
+    """
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(
+            f"{where}: the bytes {shortened(text)} are text, but not base64 ({error}); write the encoded file as "
+            "base64, or give its path"
+        ) from error
+    return decode_image(data, where)
+
+
+def shortened(text: str, limit: int = 80) -> str:
+    """As `repr`, with the middle left out: a text that should be a path may be a whole picture."""
+    return repr(text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 :]}")
+
+
+def padded(width: int, height: int) -> tuple[int, int]:
+    """(width, height) with the shorter side grown until the aspect ratio is legal."""
+    return max(width, math.ceil(height / MAX_ASPECT)), max(height, math.ceil(width / MAX_ASPECT))
+
+
+def check_size(width: int, height: int, where: str) -> None:
+    """Raises DataError for no pixels at all, and for more than `MAX_PIXELS`, the white of `padded` included.
+
+    A small file can have a side of millions of pixels, which `padded` turns into hundreds of gigabytes.
+    """
+    if width * height > MAX_PIXELS:
+        raise DataError(f"{where}: the image has {width}x{height} pixels, more than {MAX_PIXELS}; scale it down")
+    if width * height == 0:
+        raise DataError(f"{where}: the image has {width}x{height} pixels; remove it")
+    if math.prod(padded(width, height)) > MAX_PIXELS:
+        raise DataError(
+            f"{where}: the image has {width}x{height} pixels, too narrow: with white up to {MAX_ASPECT} to 1 it would "
+            f"have more than {MAX_PIXELS}; cut it into parts or scale it down"
+        )
+
+
+def to_image(picture: Any, where: str) -> Image:
+    """An `Image`, a uint8 array [height, width, 3] or a Pillow image as an `Image`; an array is copied.
+
+    Raises DataError for anything else, and as `from_pil` does.
+    """
+    if isinstance(picture, PIL.Image.Image):
+        return from_pil(picture, where)
+    rgb = picture.rgb if isinstance(picture, Image) else picture
+    if not isinstance(rgb, np.ndarray) or rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3:
+        what = f"{rgb.dtype} {list(rgb.shape)}" if isinstance(rgb, np.ndarray) else type(rgb).__name__
+        raise DataError(
+            f"{where}: a picture is an Image, a uint8 array [height, width, 3] or a Pillow image, not {what}; change it"
+        )
+    check_size(rgb.shape[1], rgb.shape[0], where)
+    return picture if isinstance(picture, Image) else Image(rgb.copy())
 
 
 def from_pil(pil: PIL.Image.Image, where: str = "image") -> Image:
     """Converts a Pillow image of any mode; a file opened by Pillow is turned upright by its EXIF orientation.
 
-    Raises DataError for more than `MAX_PIXELS`, no pixels at all, or values that have no defined 8-bit range.
+    Raises DataError as `check_size` does, and for values that have no defined 8-bit range.
     """
-    width, height = pil.size
-    if width * height > MAX_PIXELS:
-        raise DataError(f"{where}: the image has {width}x{height} pixels, more than {MAX_PIXELS}; scale it down")
-    if width * height == 0:
-        raise DataError(f"{where}: the image has {width}x{height} pixels; remove it")
+    check_size(*pil.size, where)
     pil.load()  # first: while loading, Pillow turns TIFF files itself and then forgets their orientation
     turn = _UPRIGHT.get(pil.getexif().get(_EXIF_ORIENTATION, 1))
     return Image(_rgb(pil if turn is None else pil.transpose(turn), where))

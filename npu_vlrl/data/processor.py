@@ -20,10 +20,8 @@ import numpy as np
 import PIL.Image
 import torch
 
+from npu_vlrl.data.images import check_size, padded
 from npu_vlrl.types import Image, ImageInput
-
-MAX_ASPECT = 200
-"""Longest side over shortest side that the towers were made for; narrower pictures are padded with white."""
 
 _FAMILIES = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
 _KNOWN_TYPES = tuple(family + backend for family in _FAMILIES for backend in ("", "Fast", "Pil"))
@@ -92,7 +90,8 @@ class ImageProcessor:
         return None
 
     def describe(self, image: Image) -> ImageInput:
-        """Grid and token count of a picture; touches no pixel."""
+        """Grid and token count of a picture; touches no pixel. Raises DataError as `check_size` does."""
+        check_size(*image.size, "a picture")  # whoever made it: here it would first take the memory
         height, width = self._size(*padded(*image.size))
         grid = (1, height // self.patch_size, width // self.patch_size)
         return ImageInput(image, grid, grid[1] * grid[2] // self.merge_size**2)
@@ -169,11 +168,6 @@ def write_pixel_limits(folder: Path, min_pixels: int, max_pixels: int) -> None:
             settings["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
             file.write_text(json.dumps(whole, indent=2) + "\n")
             return
-
-
-def padded(width: int, height: int) -> tuple[int, int]:
-    """(width, height) with the shorter side grown until the aspect ratio is legal."""
-    return max(width, math.ceil(height / MAX_ASPECT)), max(height, math.ceil(width / MAX_ASPECT))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import errno
 import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 import unicodedata
 from array import array
@@ -25,9 +27,11 @@ import pyarrow.parquet as pq
 
 from npu_vlrl.config import ColumnsConfig
 from npu_vlrl.data.columns import IMAGE_TAG, as_verl
-from npu_vlrl.data.images import decode_image, read_image
+from npu_vlrl.data.images import decode_base64, decode_image, read_image, shortened
 from npu_vlrl.types import DataError, Image, Message, Task
 
+_DATA_URI = re.compile("data:image/[^;,]{1,40};base64,")
+NEEDED = ("data_source", "prompt", "reward_model")
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -114,12 +118,20 @@ def _jsonl(path: Path) -> Records:
 
 def _parquet(path: Path) -> Records:
     """Parquet has no access by row, so its rows are copied once, batch by batch, to a file that can be mapped."""
-    with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as folder, pq.ParquetFile(path) as parquet:
-        copy = Path(folder) / "rows.arrow"
-        with pa.ipc.new_stream(copy, parquet.schema_arrow) as writer:
-            for batch in parquet.iter_batches(batch_size=64):
-                writer.write_batch(batch)
-        return _mapped(path, [copy], [path])  # the mapping outlives the file's name
+    try:
+        with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as folder, pq.ParquetFile(path) as parquet:
+            copy = Path(folder) / "rows.arrow"
+            with pa.ipc.new_stream(copy, parquet.schema_arrow) as writer:
+                for batch in parquet.iter_batches(batch_size=64):
+                    writer.write_batch(batch)
+            return _mapped(path, [copy], [path])  # the mapping outlives the file's name
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # these are about writing, so not about `path`
+            raise
+        raise DataError(
+            f"{path}: its copy does not fit into the temporary folder {tempfile.gettempdir()} ({error}); make room "
+            "there, or set TMPDIR to another folder"
+        ) from error
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -203,9 +215,11 @@ def task_from_record(record: Mapping[str, Any], where: str, root: Path) -> Task:
     Fields: `data_source`; `prompt`, a list of {role, content}, where content is a string in which each `<image>` stands
     for the next of `images`, or a list of {"type": "text", "text"} and {"type": "image"} parts, where `<image>` in a
     text is just text and an image part may bring its own `image`; `images`, a list of {"bytes"} | {"path"} | bytes |
-    path; `reward_model.ground_truth`, a string or number ("" when no gold is needed); `extra_info`, optional.
+    path | "data:image/…;base64,…", where bytes may be base64 text; `reward_model.ground_truth`, a string
+    or number ("" when no gold is needed); `extra_info`, optional.
     Raises DataError naming `where`, the field and the remedy.
     """
+    _check_columns(record, where)
     if record.get("videos"):
         raise DataError(f"{where}, videos: videos are not supported; remove them or give their frames as images")
     source = _typed(record.get("data_source"), str, where, "data_source")
@@ -218,6 +232,19 @@ def task_from_record(record: Mapping[str, Any], where: str, root: Path) -> Task:
         answer=_gold(record, where),
         data_source=_clean(source, where, "data_source"),
         extra={key: value for key, value in extra.items() if value is not None},  # tables fill absent keys with null
+    )
+
+
+def _check_columns(record: Mapping[str, Any], where: str) -> None:
+    """Of a file in another format every row lacks the same columns; what it has instead tells its owner why."""
+    missing = [name for name in NEEDED if name not in record]
+    if not missing:
+        return
+    known = {"image": "images", "problem": "prompt", "question": "prompt", "answer": "answer"}
+    settings = " ".join(f"data.train.columns.{known[name]}={name}" for name in record if name in known)
+    raise DataError(
+        f"{where}, {', '.join(missing)}: missing; the row has the columns {shortened(', '.join(record), 200)}; write "
+        f"rows as in docs/data.md, or say which columns hold what{f', as in {settings}' if settings else ''}"
     )
 
 
@@ -301,6 +328,8 @@ def _next_image(unused: Any, where: str, field: str) -> Image:
 
 def _image(image: Any, where: str, field: str, root: Path) -> Image:
     if isinstance(image, dict):
+        if isinstance(image.get("bytes"), str):  # JSON has no bytes
+            return decode_base64(image["bytes"], f"{where}, {field}")
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, bytes):
         return decode_image(image, f"{where}, {field}")
@@ -308,8 +337,12 @@ def _image(image: Any, where: str, field: str, root: Path) -> Image:
         raise DataError(
             f"{where}, {field}: expected bytes, a path, or {{bytes}} or {{path}}, got {type(image).__name__}; change it"
         )
+    if found := _DATA_URI.match(image):
+        return decode_base64(image[found.end() :], f"{where}, {field}")
     if "://" in image:
-        raise DataError(f"{where}, {field}: {image!r} is an address; download the image and give its path or bytes")
+        raise DataError(
+            f"{where}, {field}: {shortened(image)} is an address; download the image and give its path or bytes"
+        )
     return read_image(Path(image), f"{where}, {field}", root)
 
 
@@ -319,7 +352,7 @@ def _or(value: Any, default: Any) -> Any:
 
 def _typed(value: Any, kind: type, where: str, field: str) -> Any:
     if value is None:
-        raise DataError(f"{where}, {field}: missing; the row needs it (see verl's data format)")
+        raise DataError(f"{where}, {field}: missing; the row needs it (docs/data.md shows a row)")
     if not isinstance(value, kind):
         raise DataError(
             f"{where}, {field}: expected {kind.__name__}, got {type(value).__name__} {value!r:.60}; change its type"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ from npu_vlrl.types import DataError, Task
 
 MIN_ROWS_SEEN = 20
 """Rows that must have been seen before the share of skipped ones can end a run."""
+
+CHANCE = 1e-6
+"""Probability below which the rows seen so far are no accident of the order in which they come."""
 
 
 class TaskSource:
@@ -43,9 +47,11 @@ class TaskSource:
     ) -> TaskSource:
         """Rows of a file (see `load_tasks`), epoch after epoch, in a new order each when `shuffle` is on.
 
-        `check_answer` raises DataError for a gold answer that the judge cannot use; it sees each row once.
-        A row that is no task, or fails that check, is skipped and noted in `skipped`. DataError ends the stream when
-        more than `max_skip_share` of at least 20 rows were skipped, or every row of the file.
+        `check_answer` raises DataError for a gold answer that the judge cannot use, of which "" is a missing one; it
+        sees each row once. A row that is no task, or fails that check, is skipped and noted in `skipped`. DataError
+        ends the stream when every row of the file was skipped; and, from the 20th row on, when more than
+        `max_skip_share` of the file's rows were, or so many of those seen so far that a file with the allowed share
+        gives them less than once in a million times (see `surely_above`): 12 of the first 20 where a tenth is allowed.
         """
         return _RecordSource(load_tasks(path, root, columns), seed, shuffle, max_skip_share, check_answer)
 
@@ -152,11 +158,8 @@ class _RecordSource(TaskSource):
         self._seen += 1
         try:
             found = self._file[row]
-            if self._check_answer is not None and found.answer is not None and row not in self._checked:
-                try:
-                    self._check_answer(found.answer)
-                except DataError as error:
-                    raise DataError(f"{self._file.records.where(row)}, field 'ground_truth': {error}") from error
+            if self._check_answer is not None and row not in self._checked:
+                self._check_gold(row, found.answer, self._check_answer)
                 self._checked.add(row)
             task = found
         except DataError as error:
@@ -165,12 +168,40 @@ class _RecordSource(TaskSource):
         self._check_share()
         return task
 
+    def _check_gold(self, row: int, answer: str | None, check: Callable[[str], None]) -> None:
+        try:
+            check(answer or "")
+        except DataError as error:
+            field = f"{self._file.records.where(row)}, reward_model.ground_truth"
+            if answer is None:
+                raise DataError(f"{field}: empty, but the reward rule needs the right answer; fill it in") from error
+            raise DataError(f"{field}: {error}") from error
+
     def _check_share(self) -> None:
         name, last = self._file.records.name, next(reversed(self.skipped.values()), "")
         if len(self.skipped) == len(self._file):
             raise DataError(f"{name}: none of its {len(self._file)} rows can be used; the last one: {last}")
-        if self._seen >= MIN_ROWS_SEEN and self._failures > self._max_skip_share * self._seen:
+        if self._seen < MIN_ROWS_SEEN:
+            return
+        certain = len(self.skipped) / len(self._file) > self._max_skip_share
+        if certain or surely_above(self._max_skip_share, self._failures, self._seen):
             raise DataError(
                 f"{name}: {self._failures} of {self._seen} rows were skipped, more than the allowed share "
                 f"{self._max_skip_share}; correct the file or allow more. The last one: {last}"
             )
+
+
+def surely_above(share: float, bad: int, seen: int) -> bool:
+    """Whether `bad` of `seen` rows in a random order have a probability below `CHANCE` if at most `share` of all are.
+
+    By Chernoff's bound, which holds for draws without repetition, too (Hoeffding 1963, theorems 1 and 4).
+
+    Example: `surely_above(0.1, bad=12, seen=20) and not surely_above(0.1, bad=3, seen=20)`
+    """
+    found = bad / seen
+    if found <= share:
+        return False
+    if share == 0:
+        return True
+    good = (1 - found) * math.log((1 - found) / (1 - share)) if bad < seen else 0.0
+    return seen * (found * math.log(found / share) + good) > -math.log(CHANCE)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from npu_vlrl.config import EnvironmentConfig
-from npu_vlrl.types import Generation, SamplingParams, Segment, StopReason, Task
+from npu_vlrl.types import DataError, Generation, SamplingParams, Segment, StopReason, Task
 from npu_vlrl.workflow.environments.formats import THOUGHTS, make_format
 from npu_vlrl.workflow.environments.game import Game, Move
 
@@ -62,7 +62,7 @@ def _choice(game: Game, right_share: float, rng: random.Random) -> str:
 
 
 class ScriptedSession:
-    """See `types.EngineSession`."""
+    """See `types.EngineSession`. Raises DataError when it is asked for more turns than there are lines."""
 
     def __init__(self, lines: Iterable[str], tokenizer: PreTrainedTokenizerBase, end_of_turn: int) -> None:
         self._lines = iter(lines)
@@ -70,7 +70,13 @@ class ScriptedSession:
         self._end_of_turn = end_of_turn
 
     async def generate(self, context: Sequence[Segment], sampling: SamplingParams) -> Generation:
-        ids = (*self._tokenizer.encode(next(self._lines), add_special_tokens=False), self._end_of_turn)
+        line = next(self._lines, None)
+        if line is None:
+            raise DataError(
+                "the demonstrator has played its copy of the game to the end, and the episode goes on; make the game "
+                "do the same for the same seed and actions"
+            )
+        ids = (*self._tokenizer.encode(line, add_special_tokens=False), self._end_of_turn)
         # nobody sampled these ids, and supervised steps do not read the logprobs
         return Generation(ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.END_OF_TURN)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import PIL.Image
 
-from npu_vlrl.data.processor import MAX_ASPECT, ImageProcessor
+from npu_vlrl.data.images import MAX_ASPECT
+from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.rollout.rounds import Request
 from npu_vlrl.types import Image
 

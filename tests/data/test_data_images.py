@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 import zlib
@@ -14,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_vlrl.data import images
-from npu_vlrl.data.images import decode_image, from_pil, read_image
-from npu_vlrl.types import DataError
+from npu_vlrl.data.images import decode_base64, decode_image, from_pil, read_image, to_image
+from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.types import DataError, Image
 
 EXIF = Path(__file__).parent.parent / "assets" / "exif"
 # A picture with no symmetry: what an upright viewer sees.
@@ -227,3 +229,67 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
             read_image(path, "row 5", tmp_path)
     with pytest.raises(DataError, match="row 5: .*null byte"):
         read_image(Path("a\0b.png"), "row 5", tmp_path)
+
+
+def test_files_that_cannot_be_read_name_the_beginning_and_the_end_of_their_path(tmp_path: Path) -> None:
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    for path in ("loop.png", "x" * 300, "/".join(["deep"] * 3000), "iVBORw0KGgo" * 10000):
+        with pytest.raises(DataError, match=r"^row 5: .*(cannot be read|there is no image file).*; correct ") as error:
+            read_image(Path(path), "row 5", tmp_path)
+        assert len(str(error.value)) < 400 + len(str(tmp_path))
+
+
+def test_a_file_without_permission_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "a.png").write_bytes(b"x")
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(
+        DataError, match=r"row 5: the image file 'a.png' cannot be read \('Permission denied'\); correct"
+    ):
+        read_image(Path("a.png"), "row 5", tmp_path)
+
+
+def test_base64() -> None:
+    text = base64.b64encode(encoded(PIL.Image.fromarray(UPRIGHT))).decode()
+    assert np.array_equal(decode_base64(text, "x").rgb, UPRIGHT)
+    for wrong in ("figures/1.png", text[:-3], f"{text} ", "é" * 1000):
+        with pytest.raises(
+            DataError, match="row 5: the bytes '.*' are text, but not base64 .*; write the encoded"
+        ) as e:
+            decode_base64(wrong, "row 5")
+        assert len(str(e.value)) < 350
+    with pytest.raises(DataError, match="row 5: the image has zero bytes"):
+        decode_base64("", "row 5")
+
+
+NARROW = (4_000_000, 16)
+"""A PNG of 186 KB, and 240 GB with the white that makes it 200 to 1."""
+
+
+@pytest.mark.parametrize("size", [NARROW, NARROW[::-1], (1, 120_000)])
+def test_pictures_whose_white_would_fill_the_memory_are_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(DataError, match=r"row 5: the image has \d+x\d+ pixels, too narrow: .* cut it into parts"):
+        decode_image(bomb(*size), "row 5")
+    picture = Image(np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (size[1], size[0], 3)))
+    for use in (lambda: to_image(picture, "game"), lambda: ImageProcessor().describe(picture)):
+        with pytest.raises(DataError, match="too narrow"):
+            use()
+    assert from_pil(PIL.Image.new("L", (100_000, 16))).size == (100_000, 16)  # 50 million with its white
+
+
+def test_pictures_of_other_kinds() -> None:
+    image = Image(UPRIGHT.copy())
+    assert to_image(image, "x") is image
+    array = UPRIGHT.copy()
+    copied = to_image(array, "x")
+    array[:] = 0
+    assert copied == image == to_image(PIL.Image.fromarray(UPRIGHT), "x")
+    for wrong in (None, "a.png", UPRIGHT[0], UPRIGHT.astype(float), UPRIGHT[..., :2]):
+        with pytest.raises(
+            DataError, match="game: a picture is an Image, a uint8 array .*, not (NoneType|str|uint8|flo)"
+        ):
+            to_image(wrong, "game")
+    with pytest.raises(DataError, match="game: the image has 0x4 pixels"):
+        to_image(np.zeros((4, 0, 3), np.uint8), "game")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -72,7 +73,9 @@ def test_tags_take_images_in_order_across_messages(tmp_path: Path) -> None:
 def test_every_way_to_give_an_image(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(7))
     both, no_bytes = {"bytes": png(7), "path": "gone.png"}, {"bytes": None, "path": "a.png"}
-    for image in (png(7), "a.png", {"path": "a.png"}, both, no_bytes):
+    text = base64.b64encode(png(7)).decode()  # as JSON lines have it
+    written = [{"bytes": text}, f"data:image/png;base64,{text}", {"path": f"data:image/png;base64,{text}"}]
+    for image in (png(7), "a.png", {"path": "a.png"}, both, no_bytes, *written):
         assert task_from_record(row(images=[image]), WHERE, tmp_path).images == (picture(7),)
         inline = content([{"type": "image", "image": image}, {"type": "text", "text": "q", "image": None}], images=None)
         assert task_from_record(inline, WHERE, tmp_path).messages[0].parts == (picture(7), "q")
@@ -123,9 +126,21 @@ BAD = {
     "image without both": (row(images=[{"bytes": None, "path": None}]), r"images\[0\]: expected bytes, a path"),
     "image bytes": (row(images=[{"bytes": b"x"}]), r"images\[0\]: not an image"),
     "image zero bytes": (row(images=[{"bytes": b""}]), r"images\[0\]: the image has zero bytes"),
+    "image text": (row(images=[{"bytes": "a.png"}]), r"images\[0\]: the bytes 'a.png' are text, but not base64"),
+    "image base64": (row(images=["iVBORw0KGgo" * 999]), r"images\[0\]: the image file 'iVBO.{70,80}' cannot be read"),
+    "image uri": (row(images=["data:image/png;base64,AAAA"]), r"images\[0\]: not an image that can be read"),
     "image path": (row(images=["gone.png"]), r"images\[0\]: there is no image file"),
     "image outside": (row(images=["../../etc/x.png"]), r"images\[0\]: the image path .* leaves"),
     "address": (row(images=["https://a.b/c.png"]), r"images\[0\]: 'https.*' is an address; download"),
+    "EasyR1's columns": (
+        {"images": [], "problem": "Find x.", "answer": "5"},
+        "data_source, prompt, reward_model: missing; the row has the columns 'images, problem, answer'; write rows as "
+        "in docs/data.md, or say .*, as in data.train.columns.prompt=problem data.train.columns.answer=answer$",
+    ),
+    "no columns that are known": (
+        row(prompt="DELETED", data_source="DELETED"),
+        "data_source, prompt: missing; the row has the columns 'images, reward_model, extra_info'; write rows as",
+    ),
     "no reward_model": (row(reward_model="DELETED"), "reward_model: missing"),
     "reward_model type": (row(reward_model="13"), "reward_model: expected dict, got str"),
     "no gold": (row(reward_model={"style": "rule"}), "reward_model.ground_truth: missing; give the right answer"),
@@ -204,6 +219,16 @@ def test_parquet_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tempfile.tempdir", str(spill))
     tasks = load_tasks(save(tmp_path, [row()], "parquet"))
     assert not list(spill.iterdir()) and tasks[0].answer == "13"
+
+
+def test_a_full_disk_is_not_the_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = save(tmp_path, [row()], "parquet")
+    monkeypatch.setattr("npu_vlrl.data.records.pa.ipc.new_stream", full)
+    with pytest.raises(DataError, match="train.parquet: its copy does not fit into the temporary folder .* TMPDIR"):
+        read_records(path)
 
 
 def test_damaged_lines_name_their_row(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_what_lies_in_a_folder(album: Path, tmp_path: Path) -> None:
         "empty.png": "the image has zero bytes",
         "text.jpg": "not an image that can be read",
         "narrow.png": "it has 41x300 pixels; the shorter side must have at least 42",
-        "outside.jpg": "the image path outside.jpg leaves",
+        "outside.jpg": "the image path 'outside.jpg' leaves",
     }
     assert report.skipped.keys() == reasons.keys()
     for name, reason in reasons.items():

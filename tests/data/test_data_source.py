@@ -6,6 +6,7 @@ import gc
 import io
 import itertools
 import json
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.data.source import TaskSource
+from npu_vlrl.data.source import TaskSource, surely_above
 from npu_vlrl.data.synthetic import arrow_task
 from npu_vlrl.types import DataError
+from npu_vlrl.workflow.rewards import make_judge
 
 
 def write(path: Path, bad: set[int], rows: int) -> Path:
@@ -111,13 +113,58 @@ def test_bad_rows_are_skipped_and_told(tmp_path: Path) -> None:
 def test_too_many_bad_rows_end_the_run(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", set(range(0, 40, 10)), 40)  # rows 0, 10, 20, 30: a tenth
     source = TaskSource.from_records(path, seed=0, shuffle=False, max_skip_share=0.05)
-    ids(source, 17)  # rows 1..9 and 11..18: 19 rows seen, 2 of them bad, and no verdict yet
-    with pytest.raises(DataError, match=r"t.jsonl: 2 of 20 rows were skipped, .* share 0.05; correct .*row 10, prompt"):
+    ids(source, 18)  # rows 1..9 and 11..19: 20 rows seen, 2 of them bad, which the file may have
+    with pytest.raises(DataError, match=r"t.jsonl: 3 of 21 rows were skipped, .* share 0.05; correct .*row 20, prompt"):
         source.next(1)
-    # At worst 3 of 21.
-    assert len(ids(TaskSource.from_records(path, seed=0, shuffle=False, max_skip_share=0.15), 36)) == 36
+    assert len(ids(TaskSource.from_records(path, seed=0, shuffle=False, max_skip_share=0.1), 72)) == 72
     with pytest.raises(DataError, match="were skipped"):
         list(TaskSource.from_records(path, seed=0, max_skip_share=0.05).all())
+
+
+def test_bad_rows_that_happen_to_come_first_do_not_end_the_run(tmp_path: Path) -> None:
+    allowed = write(tmp_path / "t.jsonl", set(range(20)), 400)  # a twentieth; a tenth is allowed
+    for seed in range(30):
+        source = TaskSource.from_records(allowed, seed, max_skip_share=0.1)
+        assert len(source.next(800)) == 800 and len(source.skipped) == 20
+    at_the_limit = write(tmp_path / "u.jsonl", set(range(29)), 100)  # 0.29 * 100 < 29 in floating point
+    for seed in range(100):
+        TaskSource.from_records(at_the_limit, seed, max_skip_share=0.29).next(150)
+
+
+def test_a_file_of_bad_rows_ends_the_run_at_once(tmp_path: Path) -> None:
+    for bad in (1000, 800):
+        path = write(tmp_path / "t.jsonl", set(range(bad)), 1000)
+        for seed in range(10):
+            source = TaskSource.from_records(path, seed, max_skip_share=0.1)
+            with pytest.raises(
+                DataError, match=r"t.jsonl: \d+ of 2\d rows were skipped, more than the allowed share 0.1"
+            ):
+                source.next(30)
+
+
+def test_what_is_no_chance_any_more() -> None:
+    """Against the exact binomial tail, which the bound may only exceed."""
+    for share, seen in itertools.product((0.01, 0.1, 0.5, 0.9), (20, 200)):
+        for bad in range(seen + 1):
+            exact = sum(math.comb(seen, k) * share**k * (1 - share) ** (seen - k) for k in range(bad, seen + 1))
+            if surely_above(share, bad, seen):
+                assert exact < 1e-6
+            else:
+                assert bad <= seen * share or exact > 1e-9, "not much later than it could"
+    assert surely_above(0.0, 1, 20) and not surely_above(1.0, 20, 20)
+
+
+def test_an_empty_answer_is_a_bad_row_where_the_rule_needs_one(tmp_path: Path) -> None:
+    record = {"data_source": "s", "prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": ""}}
+    path = write(tmp_path / "t.jsonl", set(), 3)
+    path.write_text(path.read_text() + json.dumps(record) + "\n")
+    judge = make_judge("tagged", {}, workers=1, deadline_s=5.0)
+    source = TaskSource.from_records(path, seed=0, max_skip_share=0.5, check_answer=judge.check_gold)
+    assert sorted(ids(source, 6)) == sorted(2 * ["t/0", "t/1", "t/2"])
+    told = "t.jsonl row 3, reward_model.ground_truth: empty, but the reward rule needs the right answer; fill it in"
+    assert source.skipped == {"t.jsonl row 3": told}
+    free = TaskSource.from_records(path, seed=0, check_answer=lambda answer: None)  # as of a user's own function
+    assert "t/3" in ids(free, 4) and not free.skipped
 
 
 def test_the_first_rows_are_tried_and_come_again(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ BAD: dict[int, tuple[str, dict[str, Any]]] = {
     ),
     11: ("reward_model.ground_truth: the answer", {"reward_model": {"style": "rule", "ground_truth": "\x0crac"}}),
     13: ("images[0]: the image has zero bytes", {"images": [{"bytes": b"", "path": None}]}),
-    17: ("images[0]: the image path ../../etc/x.png leaves", {"images": [{"bytes": None, "path": "../../etc/x.png"}]}),
-    19: ("field 'ground_truth': the gold answer 'sideways' is none of the choices",
+    17: ("images[0]: the image path '../../etc/x' leaves", {"images": [{"bytes": None, "path": "../../etc/x"}]}),
+    19: ("reward_model.ground_truth: the gold answer 'sideways' is none of the choices",
          {"reward_model": {"style": "rule", "ground_truth": "sideways"}}),
 }  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_too_many_bad_rows_end_the_run_with_the_last_reason(tmp_path: Path, fold
     assert done.code == 2
     (line,) = done.err.splitlines()
     assert line.startswith("npu-vlrl: bad.parquet: 7 of 20 rows were skipped, more than the allowed share 0.25;")
-    assert "The last one: bad.parquet row 19, field 'ground_truth'" in line
+    assert "The last one: bad.parquet row 19, reward_model.ground_truth" in line
     assert not done.out and not (tmp_path / "a" / "r" / "model").exists()  # nothing had begun
     at_start = train(tmp_path / "b", good, bad, *settings, "evaluation.tasks=0", shuffle=False, max_skip_share=0.25)
     assert "bad.parquet: 7 of 20 rows were skipped" in at_start.refused()

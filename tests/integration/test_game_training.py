@@ -117,6 +117,22 @@ def test_a_demonstration_that_does_not_fit_ends_the_run_and_says_why(tmp_path: P
         train(config(tmp_path / "run", workflow__context_tokens=30))
 
 
+def test_a_mistake_in_an_own_game_fails_its_group_and_the_training_goes_on(tmp_path: Path) -> None:
+    seed = episode_task("game", 0, 1).extra["seed"]
+    source = Path(str(corridor.__file__)).read_text()
+    broken = source.replace(
+        "rng = random.Random(seed)", f"rng = random.Random({{}}['lost'] if seed == {seed} else seed)"
+    )
+    assert broken != source
+    (tmp_path / "broken.py").write_text(broken)
+    line = broken[: broken.index("['lost']")].count("\n") + 1
+    name = f"{tmp_path / 'broken.py'}:game"
+    train(config(tmp_path / "run", environment__name=name, warm_start__steps=0, evaluation__tasks=2))
+    assert [m["failed_groups"] for m in metrics(tmp_path / "run") if "failed_groups" in m] == [1, 0]
+    errors = {e["error"] for e in lines(tmp_path / "run", "trajectories.jsonl") if e["status"] == "failed"}
+    assert errors == {f"game/0/1: {name}: start({seed}) raised KeyError: 'lost' (line {line}); correct the game"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -285,3 +285,17 @@ def until(terminal: int, words: str) -> str:
         assert select.select([terminal], [], [], PATIENCE_S)[0], seen
         seen += os.read(terminal, 65536)
     return seen.decode()
+
+
+def test_a_mistake_in_an_own_game_is_one_line(play: Play, tmp_path: Path) -> None:
+    source = (ROOT / "tests" / "support" / "corridor.py").read_text()
+    blind = source.replace("return Image(rgb)", "return rgb / 255")
+    broken = source.replace("self.place += {", "self.place += {}['lost'] or {")
+    for name, text in {"blind": blind, "broken": broken}.items():
+        assert text != source
+        (tmp_path / f"{name}.py").write_text(text)
+    told = play("", "--environment", f"{tmp_path}/blind.py:game").refused()
+    assert "blind.py:game: picture(): a picture is an Image, a uint8 array [height, width, 3] or a Pillow image" in told
+    later = play("Left\n", "--environment", f"{tmp_path}/broken.py:game")
+    (line,) = later.err.splitlines()
+    assert later.code == 2 and "broken.py:game: act('Left') raised KeyError: 'lost' (line " in line

@@ -14,7 +14,7 @@ import pytest
 
 from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.rollout.demonstrations import CHOICES, LOOK, ScriptedSession, played, script
-from npu_vlrl.types import SamplingParams, StopReason, Task
+from npu_vlrl.types import DataError, SamplingParams, StopReason, Task
 from npu_vlrl.workflow.environments.formats import THOUGHTS, make_format
 from npu_vlrl.workflow.environments.game import GameEnvironment
 from npu_vlrl.workflow.tools import parse_tool_calls
@@ -50,6 +50,8 @@ def test_a_session_recites_and_ends_each_turn() -> None:
         assert tokenizer.decode(list(generation.token_ids[:-1])) == expected
         assert len(generation.logprobs) == len(generation.weight_versions) == len(generation.token_ids)
         assert generation.stop_reason is StopReason.END_OF_TURN
+    with pytest.raises(DataError, match="has played its copy of the game to the end, and the episode goes on; make"):
+        asyncio.run(session.generate([], SamplingParams(64)))
     session.close()
 
 

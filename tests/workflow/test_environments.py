@@ -32,7 +32,7 @@ def test_a_users_game_is_made_anew_for_each_episode() -> None:
     new = make(options={"length": 7, "toll": 1}, max_actions=1)
     first, second = new(), new()
     assert first.game is not second.game
-    assert (first.game.length, first.game.toll) == (7, 1.0)
+    assert (first.game.own.length, first.game.own.toll) == (7, 1.0)
     (message,) = asyncio.run(first.reset(Task("t", (), None, "x", {"seed": 3})))
     assert message.text.startswith(Corridor.rules)
 

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 FILE = '''
 import os, subprocess, sys, time
+import numpy as np
 from npu_vlrl.types import Image, ToolResult
 from npu_vlrl.workflow.tools import ToolContext, ToolError
 
@@ -62,6 +63,12 @@ def hang(ctx: ToolContext, how: str) -> ToolResult:
         sys.exit(3)
     if how == "die":
         os._exit(7)
+    if how == "one picture":
+        return ToolResult("one", ctx.image(0))
+    if how == "narrow":
+        return ToolResult("narrow", Image(np.zeros((1, 400000, 3), np.uint8)))
+    if how == "no picture":
+        return ToolResult("none", 5)
     if how == "rubbish":
         return ToolResult("two", ("no image",))
     return ToolResult(f"pid {os.getpid()}")
@@ -105,6 +112,28 @@ def test_it_runs_elsewhere_and_gives_back_its_images(box: Toolbox, file: Path) -
     assert str(file) not in {str(getattr(module, "__file__", "")) for module in list(sys.modules.values())}
     wrong = run(box, "mirror", context(first), image=2)
     assert wrong.error and wrong.text == "mirror: there is no image 2 (they are numbered 0 to 0)."
+
+
+def test_what_it_gives_back_may_be_one_picture_and_is_told_when_it_is_none(box: Toolbox) -> None:
+    shown = picture(28, seed=1)
+    assert run(box, "hang", context(shown), how="one picture") == ToolResult("one", (shown,))
+    for how, told in {
+        "narrow": "hang: the image has 400000x1 pixels, too narrow",
+        "no picture": "hang failed: ",
+    }.items():
+        result = run(box, "hang", context(shown), how=how)
+        assert result.error and result.text.startswith(told) and not result.images
+
+
+def test_what_fails_beside_the_function_is_told_to_the_model(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = UserTool(f"{file}:mirror", workers=1, deadline_s=5.0)
+    try:
+        # a request that the service itself stumbles over
+        monkeypatch.setattr("npu_vlrl.workflow.tools.user.pack", lambda ctx: ({"task": {}}, []))
+        result = tool.run(context(), {})
+        assert result == ToolResult("The call failed: it raised KeyError: 'messages'.", error=True)
+    finally:
+        tool.close()
 
 
 def test_what_it_sees_of_the_episode(box: Toolbox) -> None:

@@ -10,10 +10,11 @@ import importlib
 import inspect
 from collections.abc import Callable
 
-from pydantic import ValidationError, validate_call
+from pydantic import PydanticUserError, ValidationError, validate_call
 
 from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.workflow.environments.game import Game, GameEnvironment
+from npu_vlrl.workflow.environments.own import OwnGame
 from npu_vlrl.workflow.names import check_names
 from npu_vlrl.workflow.workers import is_spec, load_function
 
@@ -30,22 +31,33 @@ def game_environments(config: EnvironmentConfig) -> Callable[[], GameEnvironment
     """Makes environments of a game of `GAMES`, or of the user's `path/to/file.py:function`, one for each episode.
 
     Raises ValueError for an unknown name or option, a value of the wrong type or one that the game refuses, a file
-    without that function, and a format or separator that cannot work.
+    without that function, and a format or separator that cannot work; DataError for a game of the user's own that
+    raises or gives what cannot be used. It is tried once.
     """
-    if is_spec(config.name):
+    own = is_spec(config.name)
+    if own:
         function = load_function(config.name)
     else:
         check_names("environment", [config.name], ["visual_qa", *GAMES])
         function = importlib.import_module(GAMES[config.name]).game
     check_names(f"option of {config.name!r}:", config.options, inspect.signature(function).parameters)
-    checked = validate_call(function)
+    try:
+        checked = validate_call(function)
+    except (PydanticUserError, NameError) as error:
+        problem = str(error).splitlines()[0]
+        raise ValueError(
+            f"{config.name}: the types of its options cannot be checked ({problem}); use int, float, str, bool, "
+            "and lists and dicts of them"
+        ) from error
 
     def make() -> GameEnvironment:
-        game: Game = checked(**config.options)
+        game: Game = OwnGame(config.name, lambda: checked(**config.options)) if own else checked(**config.options)
         return GameEnvironment(game, config)
 
     try:
-        make()  # a game refuses a bad value before training, not at the first episode
+        first = make().game  # a game refuses a bad value before training, not at the first episode
+        if isinstance(first, OwnGame):
+            first.try_once()
     except ValidationError as error:
         problems = (f"options.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ValueError("; ".join(problems)) from None

@@ -33,8 +33,11 @@ class Game(Protocol):
 
     actions: tuple[str, ...]
     """Names of all actions, as the policy writes them."""
-    rules: str
-    """What the policy is told at the start."""
+
+    @property
+    def rules(self) -> str:
+        """What the policy is told at the start."""
+        ...
 
     def start(self, seed: int) -> None: ...
 
@@ -42,7 +45,9 @@ class Game(Protocol):
         """`action` is one of `actions`."""
         ...
 
-    def picture(self) -> Image: ...
+    def picture(self) -> Image:
+        """One of the user's own may also give a uint8 array [height, width, 3] or a Pillow image."""
+        ...
 
     def state_key(self) -> str:
         """Equal exactly for equal states."""

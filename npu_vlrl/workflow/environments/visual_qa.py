@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from npu_vlrl.config import WorkflowConfig
-from npu_vlrl.data.processor import ImageProcessor, padded
+from npu_vlrl.data.images import padded
+from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.types import (
     EpisodeStatus,
     Image,

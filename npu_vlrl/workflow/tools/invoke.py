@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from npu_vlrl.types import Image, ToolResult
+from npu_vlrl.data.images import check_size
+from npu_vlrl.types import DataError, Image, ToolResult
 from npu_vlrl.workflow.tools.context import ToolContext, ToolError
 
 ToolFunction = Callable[..., ToolResult]
@@ -24,9 +25,16 @@ def invoke(name: str, function: ToolFunction, ctx: ToolContext, arguments: Mappi
         return ToolResult(f"{name} failed: {type(error).__name__}: {error}.", error=True)
     if not isinstance(result, ToolResult):
         return ToolResult(f"{name} failed: it returned {type(result).__name__}, no ToolResult.", error=True)
-    if not isinstance(result.text, str) or not all(isinstance(image, Image) for image in result.images):
+    images = (result.images,) if isinstance(result.images, Image) else result.images
+    known = isinstance(images, (tuple, list)) and all(isinstance(image, Image) for image in images)
+    if not isinstance(result.text, str) or not known:
         return ToolResult(f"{name} failed: its ToolResult holds something else than text and images.", error=True)
-    return result
+    try:
+        for image in images:
+            check_size(*image.size, name)
+    except DataError as error:
+        return ToolResult(f"{error}.", error=True)
+    return ToolResult(result.text, tuple(images), bool(result.error))
 
 
 def _typed(value: Any, hint: Any) -> Any:

@@ -27,7 +27,7 @@ class UserTool:
         self.schema = self._pool.start()
 
     def run(self, ctx: ToolContext, arguments: Mapping[str, Any]) -> ToolResult:
-        """Blocks for at most the deadline, once a process is free; a death or delay is told as an error result.
+        """Blocks for at most the deadline, once a process is free; death, delay and failure are told as error results.
 
         Raises ValueError when no process can be started any more.
         """
@@ -36,6 +36,8 @@ class UserTool:
             reply, shown = self._pool.submit({**content, "arguments": dict(arguments)}, images).result()
         except WorkerError as error:
             return ToolResult(f"The call failed: {error}.", error=True)
+        if "text" not in reply:  # what failed was around the function: its arguments, or what it gave back
+            return ToolResult(f"The call failed: it {reply['error']}.", error=True)
         return ToolResult(reply["text"], shown, reply["error"])
 
     def close(self) -> None:
