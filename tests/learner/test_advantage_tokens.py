@@ -24,7 +24,10 @@ few = settings(max_examples=40, deadline=None)
 
 @st.composite
 def batches(draw: st.DrawFn) -> Tokens:
-    """Episodes of 0..4 turns with 1..5 sampled tokens each and 0..3 observed ones between them."""
+    """Episodes of 0..4 turns with 1..5 sampled tokens each and 0..3 observed ones between them; with KL in the reward
+    every sampled token earns something.
+    """
+    kl = draw(st.booleans())
     episode, turn, sampled, rewards, values = [], [], [], [], []
     for number_of_episode in range(draw(st.integers(1, 4))):
         for k in range(draw(st.integers(0, 4))):
@@ -33,7 +36,7 @@ def batches(draw: st.DrawFn) -> Tokens:
             episode += [number_of_episode] * (observed + own)
             turn += [k] * (observed + own)
             sampled += [False] * observed + [True] * own
-            rewards += [0.0] * (observed + own - 1) + [draw(number)]
+            rewards += [0.0] * observed + [draw(number) if kl else 0.0 for _ in range(own - 1)] + [draw(number)]
             values += [draw(number) for _ in range(observed + own)]
     return tokens_of(episode, turn, sampled, rewards, values)
 
@@ -113,9 +116,11 @@ Key = tuple[int, int]
 
 
 def turn_level(
-    tokens: Tokens, turn_discount: float, decay: float, masked: bool
+    tokens: Tokens, turn_discount: float, decay: float, masked: bool, whole: bool
 ) -> tuple[dict[Key, list[int]], dict[Key, float]]:
-    """By (episode, turn): the positions of the turn's tokens, and its advantage."""
+    """By (episode, turn): the positions of the turn's tokens, and its advantage. A turn earns what its last token does,
+    or what all of them do.
+    """
     places: dict[Key, list[int]] = {}
     found: dict[Key, float] = {}
     for i, key in enumerate(zip(tokens.episode_N.tolist(), tokens.turn_N.tolist(), strict=True)):
@@ -124,7 +129,8 @@ def turn_level(
     for e in {e for e, _ in places}:
         own = [key for key in sorted(places) if key[0] == e]
         ends = [places[key][-1] for key in own]
-        advantages = one_by_one(tokens.rewards_N[ends], tokens.values_N[ends], turn_discount, decay)
+        rewards = [math.fsum(tokens.rewards_N[places[key] if whole else places[key][-1:]]) for key in own]
+        advantages = one_by_one(rewards, tokens.values_N[ends], turn_discount, decay)
         found |= dict(zip(own, advantages, strict=True))
     return places, found
 
@@ -137,7 +143,7 @@ def estimated(tokens: Tokens, masked: bool, *arguments: float, by: object) -> Cr
 @few
 @given(batches(), factor, factor, factor, st.booleans())
 def test_bi_level_gae(tokens: Tokens, token_discount: float, turn_discount: float, decay: float, masked: bool) -> None:
-    places, turns = turn_level(tokens, turn_discount, decay, masked)
+    places, turns = turn_level(tokens, turn_discount, decay, masked, whole=False)
     raw: dict[int, float] = {}
     for key, at in places.items():
         raw[at[-1]] = turns[key]
@@ -154,7 +160,7 @@ def test_bi_level_gae(tokens: Tokens, token_discount: float, turn_discount: floa
 @few
 @given(batches(), factor, factor, st.booleans())
 def test_turn_wise_gae(tokens: Tokens, turn_discount: float, decay: float, masked: bool) -> None:
-    places, turns = turn_level(tokens, turn_discount, decay, masked)
+    places, turns = turn_level(tokens, turn_discount, decay, masked, whole=True)
     keys = sorted(places)
     white = dict(zip(keys, whitened([turns[key] for key in keys]), strict=True))
     credit = estimated(tokens, masked, turn_discount, decay, by=turn_wise_gae)
@@ -215,6 +221,13 @@ def test_turn_wise_without_a_critic_is_the_discounted_return() -> None:
     tokens = tokens_of([0] * 6, turn, [True] * 6, [0, 1, 2, 0, 0, 4], [0] * 6)
     credit = turn_wise_gae(tokens, 0.5, 1.0)
     assert credit.returns_N.tolist() == [0, 1 + 0.5 * 2 + 0.25 * 4, 2 + 0.5 * 4, 0, 0, 4]
+
+
+def test_turn_wise_feels_kl_at_every_token() -> None:
+    """Two turns of two tokens that earn 1 at their ends; KL of 3 at the first token of the second."""
+    turn, none = [0, 0, 1, 1], [0] * 4
+    credit = turn_wise_gae(tokens_of(none, turn, [True] * 4, [0, 1, -3, 1], none), 0.5, 1.0)
+    assert credit.returns_N.tolist() == [0, 1 + 0.5 * (1 - 3), 0, 1 - 3]
 
 
 def test_no_tokens_at_all() -> None:

@@ -8,14 +8,14 @@ from npu_vlrl.learner.advantage.tokens import Tokens, backward_sums, next_in_run
 from npu_vlrl.types import Credit
 
 
-def turn_advantages(tokens: Tokens, turn_discount: float, gae_lambda: float) -> np.ndarray:
+def turn_advantages(tokens: Tokens, rewards_K: np.ndarray, turn_discount: float, gae_lambda: float) -> np.ndarray:
     """δ_k = r_k + γ_turn V(e_(k+1)) - V(e_k) and A_k = δ_k + γ_turn λ A_(k+1), float64 [K]; not whitened.
 
     e_k is the last token of turn k.
     """
     ends_K = tokens.turn_ends()
     run, values = tokens.episode_N[ends_K], tokens.values_N[ends_K]
-    delta = tokens.rewards_N[ends_K] + turn_discount * next_in_run(values, run) - values
+    delta = rewards_K + turn_discount * next_in_run(values, run) - values
     return backward_sums(delta, run, turn_discount * gae_lambda)
 
 
@@ -27,18 +27,21 @@ def bi_level_gae(tokens: Tokens, token_discount: float, turn_discount: float, ga
     """
     turn, values = tokens.turn_ids(), tokens.values_N
     delta = tokens.rewards_N + token_discount * next_in_run(values, turn) - values
-    delta[tokens.turn_ends()] = turn_advantages(tokens, turn_discount, gae_lambda)
+    ends_K = tokens.turn_ends()
+    delta[ends_K] = turn_advantages(tokens, tokens.rewards_N[ends_K], turn_discount, gae_lambda)
     raw = backward_sums(delta, turn, token_discount * gae_lambda)
     return Credit(whiten(raw), raw + values, np.ones(len(raw), dtype=bool))
 
 
 def turn_wise_gae(tokens: Tokens, turn_discount: float, gae_lambda: float) -> Credit:
-    """A_k on every token of turn k, whitened with the statistics of the turn ends.
+    """A_k on every token of turn k, whitened with the statistics of the turn ends. r_k is the sum of what the tokens of
+    the turn earn: its reward, and KL where that is in the reward.
 
     Returns exist at the turn ends only, so that is where the critic is trained.
     """
     ends_K = tokens.turn_ends()
-    raw_K = turn_advantages(tokens, turn_discount, gae_lambda)
+    rewards_K = np.bincount(tokens.turn_ids(), tokens.rewards_N, minlength=len(ends_K))
+    raw_K = turn_advantages(tokens, rewards_K, turn_discount, gae_lambda)
     returns, critic = np.zeros(len(tokens.turn_N)), np.zeros(len(tokens.turn_N), dtype=bool)
     returns[ends_K] = raw_K + tokens.values_N[ends_K]
     critic[ends_K] = True
