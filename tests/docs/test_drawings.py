@@ -58,6 +58,6 @@ def test_the_credit_of_tokens() -> None:
     rewards = np.eye(8)[7]
     episode = np.zeros(8, dtype=int)
     tokens = Tokens(episode, TURN, np.ones(8, dtype=bool), rewards, said)
-    assert drawn("turn_wise_gae") == pytest.approx(turn_advantages(tokens, 1.0, 1.0)[TURN])
+    assert drawn("turn_wise_gae") == pytest.approx(turn_advantages(tokens, np.eye(3)[2], 1.0, 1.0)[TURN])
     delta = rewards + next_in_run(said, episode) - said
     assert drawn("masked_gae") == pytest.approx(backward_sums(delta, episode, 1.0))
