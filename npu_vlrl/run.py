@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -52,6 +53,9 @@ class Run:
         self.evaluations: dict[str, dict[str, float]] = {}
         """`baseline` and `final`; they survive a stop."""
         self._told_records = self._told_updates = 0
+        self._began = time.monotonic()
+        self._seconds_before = 0.0
+        """Of the processes before this one, until their checkpoint."""
 
     def _opening(self, sink: str) -> Opening:
         folder = self.folder
@@ -81,6 +85,7 @@ class Run:
             except ValueError as error:
                 raise CheckpointError(f"checkpoint {newest}: {error}") from error
             self.evaluations = state["evaluations"]
+            self._seconds_before = state.get("seconds", 0.0)  # older ones have none
             self._told_records, self._told_updates = len(self.parts.train_tasks.skipped), len(learner.skipped)
             self.console.line(f"resumed from {newest} after {step} steps")
         self.folder.rewind(step)
@@ -226,16 +231,21 @@ class Run:
     def save(self, steps: int, learner: LearnerGroup, tasks: dict[str, Any]) -> Path:
         """`tasks` is the state of the source of tasks; another thread may draw from it meanwhile."""
         self.parts.engine.forget_features()  # as `learner.save` does with the learner's
-        state = {"tasks": tasks, "evaluations": self.evaluations}
+        state = {"tasks": tasks, "evaluations": self.evaluations, "seconds": self.seconds}
         keep = self.config.run.keep_checkpoints
         return learner.save(self.folder.checkpoints, steps, self.parts.platform, state, keep)
 
-    def finish(self, seconds: float) -> dict[str, Any]:
+    @property
+    def seconds(self) -> float:
+        """That the training has taken so far; of a resumed one without what was lost after its checkpoint."""
+        return self._seconds_before + time.monotonic() - self._began
+
+    def finish(self) -> dict[str, Any]:
         """Writes the model as a Hugging Face folder and the summary, and shows it."""
         summary = {
             **self.evaluations,
             "steps": self.config.train.steps,
-            "train_seconds": round(seconds, 1),
+            "train_seconds": round(self.seconds, 1),
             "platform": self.parts.platform.name,
             "versions": versions(),
         }

@@ -38,7 +38,6 @@ def train(config: Config) -> dict[str, Any]:
 
 
 async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
-    began = time.monotonic()
     config, engine = run.config, run.parts.engine
 
     engine.sleep()  # until there is something to sample
@@ -73,7 +72,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
 
     run.save(config.train.steps, learner, rollouts.state())  # first: the evaluation can be played again
     run.evaluations["final"] = await run.evaluate("final", config.train.steps, ctrl_c.check)
-    return run.finish(time.monotonic() - began)
+    return run.finish()
 
 
 def learn(run: Run, learner: LearnerGroup, step: int, rollout: Rollout) -> tuple[list[Sample], dict[str, float]]:

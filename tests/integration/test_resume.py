@@ -318,6 +318,16 @@ def test_a_finished_run_has_nothing_left_to_do(finished: Path, unbroken: Path) -
     assert_same_run(finished, unbroken)
 
 
+def test_a_resumed_run_took_the_time_of_both_processes(finished: Path) -> None:
+    state = finished / "checkpoints" / "step-00000004" / "state.json"
+    before = json.loads(state.read_text())
+    assert 0 < before["seconds"] <= json.loads((finished / "summary.json").read_text())["train_seconds"] + 0.1
+    state.write_text(json.dumps(before | {"seconds": 5000.0}))
+    assert train(copied_config(finished))["train_seconds"] > 5000
+    state.write_text(json.dumps({key: value for key, value in before.items() if key != "seconds"}))
+    assert train(copied_config(finished))["train_seconds"] < 5000  # a checkpoint of before it was noted
+
+
 def test_weights_may_be_read_by_whom_other_files_may_be(unbroken: Path) -> None:
     modes = {file.stat().st_mode for file in unbroken.rglob("*.safetensors")}
     assert modes == {(unbroken / "summary.json").stat().st_mode}
