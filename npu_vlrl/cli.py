@@ -7,7 +7,6 @@ ended by Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     from safetensors import SafetensorError
 
+    from npu_vlrl.disk import is_full
     from npu_vlrl.hardware import HardwareError
     from npu_vlrl.interrupt import Interrupted
     from npu_vlrl.learner.checkpoint import CheckpointError
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("npu-vlrl: ended by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
     except (OSError, SafetensorError) as error:
-        if not _disk_is_full(error):
+        if not is_full(error):
             raise
         print(
             f"npu-vlrl: the run failed: {printable(str(error))}: free some space, and go on with "
@@ -58,11 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (EngineError, LearnerError, PeerError, RolloutError, SyncError) as error:
         print(f"npu-vlrl: the run failed: {printable(str(error))}", file=sys.stderr)
         return FAILED if started_processes() == 1 else leave(FAILED)
-
-
-def _disk_is_full(error: Exception) -> bool:
-    """Safetensors has the system's number in its message alone."""
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from npu_vlrl.disk import write_text, writing
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.model.folder import let_read
 
@@ -60,7 +61,7 @@ def save(folder: Path, checkpoint: Checkpoint[dict[str, Tensor]], keep: int, ran
 
     A complete checkpoint of the same step holds the same already and is kept. Older checkpoints beyond `keep`, and what
     a killed run left unfinished, are removed. Several `ranks` that hold rows of tensors call it at the same time, with
-    a folder that all see.
+    a folder that all see. Raises OSError with the name of the file when the disk is full.
     """
     ranks = ranks or Ranks()
     final = folder / f"step-{checkpoint.step:08d}"
@@ -76,7 +77,7 @@ def save(folder: Path, checkpoint: Checkpoint[dict[str, Tensor]], keep: int, ran
     ranks.meet()
     if ranks.rank == 0:
         state = partial / STATE
-        state.write_text(json.dumps({"step": checkpoint.step, **checkpoint.state}, indent=2))
+        write_text(state, json.dumps({"step": checkpoint.step, **checkpoint.state}, indent=2))
         _flush(state)
         _flush(partial)
         partial.rename(final)
@@ -95,9 +96,10 @@ def _write(partial: Path, checkpoint: Checkpoint[dict[str, Tensor]], ranks: Rank
         held = {key: t.detach().cpu().contiguous() for key, t in tensors.items() if key in rows or not ranks.rank}
         if held or not ranks.rank:
             file = partial / (f"{name}.{ranks.rank}.safetensors" if rows else f"{name}.safetensors")
-            save_file(held, file, {ROWS: json.dumps(rows)} if rows else None)
-            let_read(file)
-            _flush(file)
+            with writing(file):
+                save_file(held, file, {ROWS: json.dumps(rows)} if rows else None)
+                let_read(file)
+                _flush(file)
 
 
 def latest(folder: Path) -> Path | None:

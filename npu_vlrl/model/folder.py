@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from npu_vlrl.data.processor import ImageProcessor, write_pixel_limits
+from npu_vlrl.disk import writing
 from npu_vlrl.model.load import LoadedModel
 
 COPIED = (
@@ -36,11 +37,18 @@ def export_model(
     Adapters are merged, in float32, and rounded once; with `adapter` they are written alone, as a folder of peft. The
     limits of pictures are those of the policy. With `used_up` merged weights take the place of the policy's own, which
     saves the memory of a second copy on the host. The folder appears whole or not at all, in the place of one that was
-    there.
+    there. Raises OSError with its name when the disk is full.
     """
     target = target.resolve()  # where a link points to
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    with writing(target):
+        _write(loaded, partial, files or {}, adapter, used_up)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+
+
+def _write(loaded: LoadedModel, partial: Path, files: Mapping[str, str], adapter: bool, used_up: bool) -> None:
     policy = loaded.policy
     if adapter:
         policy.model.save_pretrained(partial, save_embedding_layers=False)
@@ -53,12 +61,10 @@ def export_model(
                 shutil.copy(loaded.folder / name, partial / name)
         if loaded.processor is not None:
             _keep_limits(partial, loaded.processor)
-    for name, text in (files or {}).items():
+    for name, text in files.items():
         (partial / name).write_text(text, encoding="utf-8")
     for file in partial.glob("*.safetensors"):
         let_read(file)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
 
 
 def let_read(file: Path) -> None:

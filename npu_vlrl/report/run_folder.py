@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import math
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +18,7 @@ from PIL import Image as PillowImage
 
 from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config
+from npu_vlrl.disk import write_text, write_whole, writing
 from npu_vlrl.report.token_values import TokenValues
 from npu_vlrl.types import Image, Segment, Trajectory
 from npu_vlrl.workflow.environments.formats import Format, make_format
@@ -43,7 +44,10 @@ FREE: Any = {
 ends it. Data are known by what is in them."""
 
 
-BEFORE = {"model", "sinks.json", "tensorboard", "wandb", "swanlab"}
+LOCK = "lock"
+"""Held by the process that writes in the folder; its number and machine are in it."""
+
+BEFORE = {"model", "sinks.json", "tensorboard", "wandb", "swanlab", LOCK}
 """What may be in a folder before it is a run's: its model is made, and its sinks begin, before all else is ready."""
 
 
@@ -71,10 +75,11 @@ class RunFolder:
 
     def begin(self) -> None:
         """Makes the folder a run's. Called once all else is ready: what was refused leaves no run behind."""
-        (self.path / "images").mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
         if not self.resumed:
             self._lock()
-        (self.path / "config.yaml").write_text(dump_config(self._config), encoding="utf-8")
+        write_text(self.path / "config.yaml", dump_config(self._config))
+        (self.path / "images").mkdir(exist_ok=True)
 
     @property
     def checkpoints(self) -> Path:
@@ -112,32 +117,39 @@ class RunFolder:
             self._append("trajectories.jsonl", {"step": step, **record})
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        (self.path / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+        write_text(self.path / "summary.json", json.dumps(values, indent=2) + "\n")
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        path = self.path / name
         # a lone surrogate, which a user's reward may return, becomes its JSON escape
-        with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with writing(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
 
     def _save(self, image: Image) -> None:
         target = self.path / "images" / f"{image.hash}.png"
-        if not target.exists():
-            PillowImage.fromarray(image.rgb).save(target, compress_level=1)
+        if not target.exists():  # so half of one would stay for ever
+            pil = PillowImage.fromarray(image.rgb)
+            write_whole(target, lambda partial: pil.save(partial, "PNG", compress_level=1))
 
     def _lock(self) -> None:
         """For as long as this process lives; the system takes the lock from one that is killed."""
         if self._cleanup is None:
             return
-        file = self._cleanup.enter_context((self.path / "config.yaml").open("a"))
+        path = self.path / LOCK
+        file = self._cleanup.enter_context(path.open("a+b", buffering=0))  # nothing is left for its end
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            file.seek(0)
+            who = file.read().decode() or "another process"
             raise ConfigError(
-                f"run.dir: another process is at work in {self.path}; wait for its end, or choose another run.dir"
+                f"run.dir: {who} is at work in {self.path}; wait for its end, or choose another run.dir"
             ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system without locks
-                raise
+        except OSError:  # a file system without locks, each of which says so in its own way: the run does without
+            return
+        with writing(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
 
     def _check_resumable(self, config: Config) -> None:
         if config.run.if_exists == "raise":

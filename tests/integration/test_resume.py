@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import Qwen2Tokenizer
 
 from npu_vlrl.config import Config, ConfigError
@@ -164,6 +165,21 @@ def test_ctrl_c_where_no_step_is_in_hand(
         train(small_config(folder))
     assert resume(folder) == updates
     assert_same_run(folder, unbroken)
+
+
+@pytest.mark.parametrize(("call", "name"), [(1, "weights"), (5, "optimizer")])
+def test_a_full_disk_is_told_by_the_name_of_the_file(tmp_path: Path, call: int, name: str) -> None:
+    folder, calls, original = tmp_path / "run", [], checkpoint.save_file
+
+    def save_file(tensors: Any, file: Path, *rest: Any) -> None:
+        calls.append(file)
+        if len(calls) == call:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        original(tensors, file, *rest)
+
+    named = rf"No space left on device: '{folder}/\S*/{name}\.safetensors'"
+    with mock.patch.object(checkpoint, "save_file", save_file), pytest.raises(OSError, match=named):
+        train(small_config(folder, train__steps=2, warm_start__steps=0))
 
 
 @pytest.mark.parametrize("call", [2, 3])

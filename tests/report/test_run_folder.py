@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -111,26 +112,56 @@ def test_a_file_that_has_moved_is_the_same(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     again = config(tmp_path / "r", run={"if_exists": "resume"})
+    refusal = rf"run.dir: process {os.getpid()} of \S+ is at work in .*r; wait for its end, or choose another"
     with ExitStack() as first:
         RunFolder(config(tmp_path / "r"), first).begin()
         for _ in range(2):
-            with pytest.raises(ConfigError, match=r"run.dir: another process is at work in .*r; wait for its end"):
+            with pytest.raises(ConfigError, match=refusal):
                 RunFolder(again, ExitStack())
     with ExitStack() as second:
         RunFolder(again, second).begin()
-        with pytest.raises(ConfigError, match="at work"):
+        with pytest.raises(ConfigError, match=refusal):
             RunFolder(again, ExitStack())
         assert load_config(tmp_path / "r" / "config.yaml") == again
 
 
-def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """NFS, others, and Lustre that was mounted without them."""
+
     def flock(file: Any, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
     with ExitStack() as cleanup:
         RunFolder(config(tmp_path / "r"), cleanup).begin()
         assert RunFolder(config(tmp_path / "r", run={"if_exists": "resume"}), cleanup).resumed
+
+
+def test_a_full_disk_leaves_no_half_of_a_file_and_is_told_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture that is there is never written again, and a run without its configuration cannot go on."""
+
+    def fill(path: Path, *_: Any, **__: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", lambda path, *_, **__: fill(path))
+        with ExitStack() as cleanup, pytest.raises(OSError, match=r"No space left on device: '\S+/r/config\.yaml'"):
+            RunFolder(config(tmp_path / "r"), cleanup).begin()
+    assert [file.name for file in (tmp_path / "r").iterdir()] == ["lock"]
+    run = opened(tmp_path / "r")
+    with monkeypatch.context() as full:
+        full.setattr(Pillow.Image, "save", lambda image, path, *_, **__: fill(path))
+        with pytest.raises(OSError, match=r"No space left on device: '\S+/images/\w+\.png'"):
+            run.trajectories(0, [episode(Verdict(1.0, True))], {})
+    assert not list((run.path / "images").iterdir())
+    with monkeypatch.context() as full:
+        full.setattr(json, "dumps", lambda *_, **__: fill(run.path / "metrics.jsonl"))
+        with pytest.raises(OSError, match=r"No space left on device: '\S+/metrics\.jsonl'"):
+            run.metrics(0, {"a": 1.0})
 
 
 def test_metrics_that_are_not_finite_become_null(tmp_path: Path) -> None:

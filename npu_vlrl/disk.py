@@ -1,0 +1,58 @@
+"""Files that are there whole or not at all, and errors that name them, as those of `write` and safetensors do not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The disk, or what a user may have of it."""
+
+_NUMBER = re.compile(r"\(os error (\d+)\)")
+"""How safetensors says what the system said."""
+
+
+def is_full(error: OSError | SafetensorError) -> bool:
+    return _number(error) in FULL
+
+
+def _number(error: OSError | SafetensorError) -> int | None:
+    """The system's, of what went wrong."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = _NUMBER.search(str(error))
+    return int(found[1]) if found is not None else None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises an OSError that names `path` when the disk is full; what else goes wrong stays as it is."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = _number(error)
+        if number not in FULL:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Has `write` make a file beside `path`, which then takes its place. Raises what `writing` raises."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with writing(path):
+            write(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Raises what `writing` raises."""
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
