@@ -120,7 +120,8 @@ class WorkflowConfig(Section):
     turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """γ of the episode's reward: turn k, from 0, counts `turn_discount`^k times."""
     reward_mode: Literal["best", "last", "sum"] = "best"
-    """Reward of an episode: its best answer, its last one, or the sum; what tool calls earned is added."""
+    """Reward of an episode: its best answer, its last one, or the sum; what tool calls earned, and what long turns cost, is
+    added."""
     export_style: Literal["concat", "individual"] = "concat"
     """One sample an episode, or one a turn with all that came before it as context."""
     retry_when: Annotated[str, Field(pattern=r"^(unsolved|reward_below: *-?\d+(\.\d+)?)$")] = "unsolved"
@@ -146,7 +147,7 @@ class WorkflowConfig(Section):
     overlong_tokens: CountOrOff = 0
     """The last tokens of `turn_tokens`, over which a penalty rises from 0 to `overlong_penalty`; 0 disables."""
     overlong_penalty: NonNegative = 1.0
-    """Taken from the reward of a turn that uses up its `turn_tokens`."""
+    """Taken from the reward of a turn that uses up its `turn_tokens`, and from its episode's."""
     context_tokens: Annotated[int, Field(ge=2)] = 4096
     """Tokens of a whole episode, images included."""
 

@@ -125,7 +125,7 @@ class OptimConfig(Section):
     lr: Positive = 1e-6
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: CountOrOff = 0
-    """Steps in which the learning rate rises to `lr`."""
+    """Steps of training in which the learning rate rises to `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up: stays, or falls to 0 at `train.steps`."""
     weight_decay: NonNegative = 0.0
