@@ -120,7 +120,7 @@ class WorkflowConfig(Section):
     turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """γ of the episode's reward: turn k, from 0, counts `turn_discount`^k times."""
     reward_mode: Literal["best", "last", "sum"] = "best"
-    """Reward of an episode: its best answer, its last one, or the sum; what tool calls earned, and what long turns cost, is
+    """Reward of an episode: its best answer, its last one, or the sum; what tool calls earned and long turns cost is
     added."""
     export_style: Literal["concat", "individual"] = "concat"
     """One sample an episode, or one a turn with all that came before it as context."""
