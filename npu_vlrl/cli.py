@@ -21,6 +21,14 @@ COMMANDS = (init, estimate, train, evaluate, view, plot, export, play, doctor, d
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     options = _parse(arguments)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:  # also in what is imported, which takes seconds
+        print("npu-vlrl: ended by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
     from npu_vlrl.disk import is_full
@@ -42,9 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except Interrupted as end:
         print(f"npu-vlrl: {end}", file=sys.stderr)
-        return INTERRUPTED
-    except KeyboardInterrupt:
-        print("npu-vlrl: ended by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
     except (OSError, SafetensorError) as error:
         if not is_full(error):

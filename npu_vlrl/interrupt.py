@@ -15,9 +15,11 @@ from types import FrameType
 SAME_S = 1.0
 """A launcher passes Ctrl-C on to processes that have it from the terminal already: what follows so soon is the same."""
 
+NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
 
 class Interrupted(RuntimeError):
-    """Ctrl-C ended the training after a whole step; the message says how to go on."""
+    """The user or a scheduler ended the training where it can go on; the message says how."""
 
 
 class CtrlC:
@@ -25,6 +27,7 @@ class CtrlC:
 
     def __init__(self) -> None:
         self._first: float | None = None
+        self._by = NAMES[signal.SIGINT]
 
     @property
     def asked(self) -> bool:
@@ -33,7 +36,10 @@ class CtrlC:
     def check(self, where: str) -> None:
         """Raises Interrupted if so. `where` can be begun again from what is on the disk."""
         if self.asked:
-            raise Interrupted(f"ended in {where}, as Ctrl-C asked for; go on with run.if_exists=resume")
+            raise self.ended(f"in {where}")
+
+    def ended(self, where: str) -> Interrupted:
+        return Interrupted(f"ended {where}, as {self._by} asked for; go on with run.if_exists=resume")
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -53,9 +59,9 @@ class CtrlC:
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is None:
-            self._first = now
+            self._first, self._by = now, NAMES[number]
             # not print: the signal may come in the middle of one
-            os.write(2, b"\nnpu-vlrl: ending after the step in hand; Ctrl-C again ends at once\n")
+            os.write(2, f"\nnpu-vlrl: ending after the step in hand; {self._by} again ends at once\n".encode())
         elif now - self._first > SAME_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -149,7 +149,7 @@ class Run:
         """Evaluates, shows and records; returns the means over all tasks. `between` batches may end it by raising."""
         evaluation = Evaluation(self.config, self.parts, f"{name}{step}")
         while evaluation.missing:
-            between(f"the {name} evaluation")
+            between("an evaluation" if name == "evaluation" else f"the {name} evaluation")
             played = await evaluation.play()
             if self.config.run.record_every:
                 self.folder.trajectories(step, played, {})

@@ -53,7 +53,11 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
         for step in range(start, config.train.steps):
             # before the step, not after it: a run that is resumed from the checkpoint of this step evaluates again
             if step and config.evaluation.every and step % config.evaluation.every == 0:
-                await run.evaluate("evaluation", step)
+                try:
+                    await run.evaluate("evaluation", step, ctrl_c.check)
+                except Interrupted:
+                    await rollouts.beside(partial(run.save, step, learner, rollouts.state()))
+                    raise
             step_began = time.monotonic()
             rollout = await rollouts.take(step)
             rolled_out = time.monotonic()
@@ -68,7 +72,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
             if end:
                 break
     if end:
-        raise Interrupted(f"ended after step {done}, as Ctrl-C asked for; go on with run.if_exists=resume")
+        raise ctrl_c.ended(f"after step {done}")
 
     run.save(config.train.steps, learner, rollouts.state())  # first: the evaluation can be played again
     run.evaluations["final"] = await run.evaluate("final", config.train.steps, ctrl_c.check)

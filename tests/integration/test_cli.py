@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import SafetensorError
@@ -174,6 +176,17 @@ def test_a_full_disk_and_ctrl_c_are_a_message(monkeypatch: pytest.MonkeyPatch, b
     with pytest.raises(PermissionError):  # a fault of ours, whose traceback is wanted
         fail(PermissionError(errno.EACCES, "Permission denied", "x"))
     assert fail(KeyboardInterrupt()) == Outcome(130, "", "npu-vlrl: ended by Ctrl-C\n")
+
+
+def test_ctrl_c_while_libraries_are_imported(monkeypatch: pytest.MonkeyPatch, base: Path) -> None:
+    def pressed(name: str, *rest: Any) -> Any:
+        if name == "npu_vlrl.learner.checkpoint":
+            raise KeyboardInterrupt
+        return original(name, *rest)
+
+    original = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", pressed)
+    assert program("config", "--config", base) == Outcome(130, "", "npu-vlrl: ended by Ctrl-C\n")
 
 
 def test_data_geo3k_refuses_what_it_cannot_use(tmp_path: Path) -> None:

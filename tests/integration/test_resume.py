@@ -167,6 +167,19 @@ def test_ctrl_c_where_no_step_is_in_hand(
     assert_same_run(folder, unbroken)
 
 
+def test_ctrl_c_in_an_evaluation_on_the_way_loses_no_step(tmp_path: Path) -> None:
+    """Asked for before the baseline, after the first two of three steps, and before the evaluation between them."""
+    whole, folder, asked = tmp_path / "whole", tmp_path / "run", iter([False, False, False, True])
+    settings: dict[str, Any] = {"evaluation__every": 2, "train__steps": 3, "warm_start__steps": 0}
+    settings["run__checkpoint_every"] = 0
+    train(small_config(whole, **settings))
+    pressed = mock.PropertyMock(side_effect=lambda: next(asked))
+    with mock.patch.object(CtrlC, "asked", pressed), pytest.raises(Interrupted, match="^ended in an evaluation, as"):
+        train(small_config(folder, **settings))
+    assert resume(folder, **settings) == ["step"]
+    assert_same_run(folder, whole)
+
+
 @pytest.mark.parametrize(("call", "name"), [(1, "weights"), (5, "optimizer")])
 def test_a_full_disk_is_told_by_the_name_of_the_file(tmp_path: Path, call: int, name: str) -> None:
     folder, calls, original = tmp_path / "run", [], checkpoint.save_file
@@ -303,6 +316,29 @@ def test_more_steps_than_at_first(unbroken: Path, tmp_path: Path) -> None:
     assert resume(folder, train__steps=4, run__keep_checkpoints=1, run__log_every=2) == ["step"] * 2
     assert_same_run(folder, unbroken)
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_what_cures_a_lack_of_memory_changes_no_number_by_much(unbroken: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(small_config(folder, train__steps=2))
+    changes: dict[str, Any] = {
+        "optim__micro_batch_tokens": 100,
+        "optim__logprob_chunk": 5,
+        "model__gradient_checkpointing": True,
+        "rollout__cache_mib": 1,
+        "rollout__feature_cache_mib": 0,
+        "rollout__max_failed_share": 0.1,
+        "reward__workers": 2,
+        "reward__deadline_s": 30.0,
+        "algorithm__max_logprob_gap": 0.5,
+        "data__train__max_skip_share": 0.5,
+    }
+    assert resume(folder, **changes) == ["step"] * 2
+    trained = [[line for line in metrics(run) if "grad_norm" in line] for run in (folder, unbroken)]
+    changed = [[line.pop("update/micro_batches") for line in lines] for lines in trained]
+    assert changed[0][:2] == changed[1][:2] and changed[0][2] > changed[1][2]  # they were followed
+    for key in ("reward", "kl", "grad_norm", "entropy"):
+        assert [line[key] for line in trained[0]] == pytest.approx([line[key] for line in trained[1]], rel=1e-3), key
 
 
 def test_a_longer_run_takes_up_the_schedule_of_its_new_length(tmp_path: Path) -> None:
