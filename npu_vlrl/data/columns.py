@@ -21,7 +21,9 @@ def as_verl(record: Mapping[str, Any], columns: ColumnsConfig, where: str, data_
     prompt = _column(record, "prompt", columns.prompt, where)
     row["prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if columns.images is not None:
-        images = _column(record, "images", columns.images, where)
+        # a row without a picture says so: one that only lacks the column would be trained blind for a misspelt name
+        none = columns.images in record and record[columns.images] is None
+        images = [] if none else _column(record, "images", columns.images, where)
         row["images"] = images if isinstance(images, list) else [images]
     if columns.answer is not None:
         row["reward_model"] = {"ground_truth": _column(record, "answer", columns.answer, where)}
@@ -40,9 +42,11 @@ def _column(record: Mapping[str, Any], key: str, column: str, where: str) -> Any
 
 def _show_first(row: dict[str, Any]) -> None:
     """Puts a tag for each picture before the first text, if the prompt says nowhere where they belong."""
-    prompt, images = row["prompt"], row.get("images") or []
-    contents = [message.get("content") for message in prompt if isinstance(message, dict)] if prompt else []
+    prompt, images = row["prompt"], row.get("images")
+    if not isinstance(prompt, list) or not isinstance(images, list):
+        return  # what is wrong with them is told later
+    contents: list[Any] = [message.get("content") if isinstance(message, dict) else None for message in prompt]
     if contents and all(isinstance(content, str) and IMAGE_TAG not in content for content in contents):
         first = next((i for i, message in enumerate(prompt) if message.get("role") != "system"), 0)
         row["prompt"] = list(prompt)
-        row["prompt"][first] = prompt[first] | {"content": IMAGE_TAG * len(images) + prompt[first]["content"]}
+        row["prompt"][first] = prompt[first] | {"content": IMAGE_TAG * len(images) + contents[first]}

@@ -57,6 +57,27 @@ def test_without_pictures(tmp_path: Path) -> None:
     assert task.messages == (Message("user", ("1 + 1?",)),) and task.answer == "2"
 
 
+def test_some_rows_have_no_picture(tmp_path: Path) -> None:
+    rows = [{"image": {"bytes": A}, "question": "?", "label": 1}, {"image": None, "question": "1 + 1?", "label": 2}]
+    first, second = opened(tmp_path, rows, prompt="question", images="image", answer="label")
+    assert len(first.images) == 1 and second.messages == (Message("user", ("1 + 1?",)),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"chat": 5}, "prompt: expected list, got int 5"),
+        ({"chat": ["?"]}, r"prompt\[0\]: expected dict, got str"),
+        ({"images": "x.png"}, "images: expected list, got str"),
+    ],
+)
+def test_what_is_in_a_column_is_checked_as_ever(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    row = {"chat": [{"role": "user", "content": "?"}], "images": [{"bytes": A}], "reward_model": {"ground_truth": "up"}}
+    (tasks,) = [opened(tmp_path, [row | changes], prompt="chat")]
+    with pytest.raises(DataError, match=f"theirs.parquet row 0, {reason}"):
+        tasks[0]
+
+
 @pytest.mark.parametrize("key", ["prompt", "images", "answer"])
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path, key: str) -> None:
     rows = [{"image": {"bytes": A}, "question": "?", "label": "4"}]
