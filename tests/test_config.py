@@ -28,6 +28,20 @@ def refusal(path: Path, *overrides: str) -> str:
     return str(error.value)
 
 
+def test_a_tilde_is_the_home_folder(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["run.dir=~/r", "model.path=~/m", "reward.rule=~/a.py:f", "workflow.tools=[~/b.py:g,look]"]
+    given += ["data.train={path: ~/t, generator: null}", "data.eval.path=~/e"]
+    config = load_config(base, given)
+    assert (config.run.dir, config.model.path, config.reward.rule) == ("/home/me/r", "/home/me/m", "/home/me/a.py:f")
+    assert config.workflow.tools == ("/home/me/b.py:g", "look")
+    assert config.data.eval is not None
+    assert (config.data.train.path, config.data.eval.path) == ("/home/me/t", "/home/me/e")
+    game = load_config(base, ["environment.name=~/g.py:game", "data.train.generator=episodes"])
+    assert game.environment.name == "/home/me/g.py:game"
+    assert load_config(base, ["run.dir=a/~"]).run.dir == "a/~"
+
+
 def test_a_minimal_file_and_overrides(base: Path) -> None:
     config = load_config(base)
     assert (config.model.path, config.data.train.generator, config.train.steps) == ("tiny:qwen3", "arrow", 100)
@@ -50,8 +64,13 @@ def test_a_minimal_file_and_overrides(base: Path) -> None:
         ("train.steps=1.5", "train.steps: Input should be a valid integer"),
         ("train.steps=", "train.steps: Input should be a valid integer (got None)"),
         ("train=5", "train: Input should be a valid dictionary"),
-        ("run.dir=5", "run.dir: Input should be a valid string (got 5)"),
-        ("workflow.tools=look", "workflow.tools: Input should be a valid tuple (got 'look')"),
+        ("run.dir=5", """got 5); quote it for YAML, and for the shell: 'run.dir="5"'"""),
+        ("workflow.feedback=No: try again", """; quote it for YAML, and for the shell: 'workflow.feedback="…"'"""),
+        ("workflow.tools=look", "valid tuple (got 'look'); write it as a list: workflow.tools=[look]"),
+        ("model.lora=true", "(got True); it is a section, so set what is in it, e.g. model.lora.rank=16"),
+        ("model=5", "it is a section, so set what is in it, e.g. model.path=…"),
+        ("data.train.path=x", "of two that are given set one to null, as in data.train.path=null"),
+        ("workflow.overlong_penalty=2", "overlong_penalty has no effect without workflow.overlong_tokens; set that"),
         ("run.if_exists=overwrite", "run.if_exists: Input should be 'raise' or 'resume' (got 'overwrite')"),
         ("train.seed=-1", "train.seed: Input should be greater than or equal to 0 (got -1)"),
         ("rollout.temperature=0", "rollout.temperature: Input should be greater than 0"),
@@ -252,15 +271,6 @@ def test_sections_name_every_key() -> None:
     dumped = Config.model_validate(full).model_dump()
     dumped["reward"]["options"] = dumped["environment"]["options"] = 0  # free-form
     assert sorted(keys) == sorted(leaves(dumped, ""))
-
-
-def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither YAML nor a shell puts one into `run.dir=~/x`."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    values = {"model": {"path": "~/m"}, "data": {"train": {"path": "~/t.parquet"}}, "run": {"dir": "~/r/~"}}
-    config = Config.model_validate(values)
-    assert (config.model.path, config.data.train.path) == (f"{tmp_path}/m", f"{tmp_path}/t.parquet")
-    assert config.run.dir == f"{tmp_path}/r/~"
 
 
 def test_configurations_are_read_only(base: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from typing import Annotated
+import os.path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -15,13 +15,13 @@ Count = Annotated[int, Field(ge=1)]
 CountOrOff = Annotated[int, Field(ge=0)]
 
 
+def at_home(*fields: str) -> Any:
+    """A validator of paths: `~` at their beginning is the home folder, which no shell expands after `key=`."""
+    return field_validator(*fields)(lambda value: value and os.path.expanduser(value))
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names the key and what to change."""
-
-
-def at_home(path: str | None) -> str | None:
-    """A path with the home that a `~` in front stands for; no shell puts one behind a `key=`."""
-    return None if path is None else os.path.expanduser(path)
 
 
 class Section(BaseModel):

@@ -103,4 +103,20 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"  {key}: required, but not given; add it to the file, or {key}=VALUE to the command"
         else:
             got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
-            yield f"  {key or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{got}"
+            yield f"  {key or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{got}{_hint(key, item)}"
+
+
+def _hint(key: str, item: Any) -> str:
+    """How to write what was meant."""
+    value = item["input"]
+    if item["type"] == "tuple_type" and isinstance(value, str):
+        return f"; write it as a list: {key}=[{value}]"
+    if item["type"] == "string_type" and value is not None and not isinstance(value, list):
+        shown = "…" if isinstance(value, dict) else str(value)  # YAML reads `a: b` as a mapping, and 5 as a number
+        return f"""; quote it for YAML, and for the shell: '{key}="{shown}"'"""
+    if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        own = next(((name, info) for name, info in sections() if name.startswith(f"{key}.")), None)
+        if own is not None:
+            name, info = own
+            return f"; it is a section, so set what is in it, e.g. {name}={'…' if info.is_required() else info.default}"
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -30,7 +31,7 @@ class RunConfig(Section):
     sinks: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = ()
     """Where metrics, pictures and the configuration go besides the run folder; see docs/live.md."""
 
-    _at_home = field_validator("dir")(at_home)
+    _home = at_home("dir")
 
 
 class LoraConfig(Section):
@@ -60,7 +61,7 @@ class ModelConfig(Section):
     max_pixels: Count | None = None
     """Images with more pixels are made smaller; null takes the number of the model folder."""
 
-    _at_home = field_validator("path")(at_home)
+    _home = at_home("path")
 
 
 class ColumnsConfig(Section):
@@ -88,12 +89,13 @@ class SourceConfig(Section):
     max_skip_share: Share = 0.1
     """Share of unusable records (counted and reported) above which the run ends."""
 
-    _at_home = field_validator("path")(at_home)
+    _home = at_home("path")
 
     @model_validator(mode="after")
     def _one_source(self) -> SourceConfig:
         if (self.path is None) == (self.generator is None):
-            raise ValueError("give either `path` or `generator`")
+            both = "" if self.path is None else "; of two that are given set one to null, as in data.train.path=null"
+            raise ValueError(f"give either `path` or `generator`{both}")
         if self.columns is not None and self.path is None:
             raise ValueError("`columns` are those of a file, and a generator has none; remove them")
         return self
@@ -151,6 +153,11 @@ class WorkflowConfig(Section):
     context_tokens: Annotated[int, Field(ge=2)] = 4096
     """Tokens of a whole episode, images included."""
 
+    @field_validator("tools")
+    @classmethod
+    def _home(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(os.path.expanduser, tools))
+
     @property
     def retry_below(self) -> float | None:
         """The X of `reward_below: X`; None means that unsolved answers are retried."""
@@ -179,6 +186,8 @@ class EnvironmentConfig(Section):
     explain: bool = True
     """Tells rules, actions and format at the start; a warm start can teach them instead."""
 
+    _home = at_home("name")
+
     @property
     def is_game(self) -> bool:
         return self.name != "visual_qa"
@@ -195,6 +204,8 @@ class RewardConfig(Section):
     """Seconds after which a judge is killed; the answer scores `failed_reward` and is counted."""
     failed_reward: float = 0.0
     """Reward of an answer whose judge failed or was killed."""
+
+    _home = at_home("rule")
 
 
 class RolloutConfig(Section):
@@ -303,6 +314,10 @@ class Config(Section):
         if self.workflow.turn_tokens >= self.workflow.context_tokens:
             raise ValueError(
                 "workflow.turn_tokens must be smaller than workflow.context_tokens; lower it, or raise the other"
+            )
+        if not self.workflow.overlong_tokens and "overlong_penalty" in _changed(self.workflow):
+            raise ValueError(
+                "workflow.overlong_penalty has no effect without workflow.overlong_tokens; set that, or leave it out"
             )
         if self.warm_start.steps and self.data.train.generator is None:
             raise ValueError("warm_start needs data.train.generator: files show no solutions; set warm_start.steps=0")

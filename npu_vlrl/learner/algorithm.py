@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -62,11 +62,28 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
         if name in given:
             raise ConfigError(f"algorithm.{name}: the estimator {settings['advantage']} has no such setting; remove it")
         settings[name] = None
+    _check_used(config, settings)
     if settings["loss"] == "decoupled_ppo" and config.correction != "off":
         raise ConfigError("algorithm.correction: decoupled_ppo has a correction of its own; set it to off")
     if config.correction == "icepop" and config.correction_low >= config.correction_high:
         raise ConfigError("algorithm.correction_low: must be below algorithm.correction_high")
     return Algorithm(**settings)
+
+
+def _check_used(config: AlgorithmConfig, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a key that was changed and that what is chosen beside it has no use for."""
+    loss, clipped = settings["loss"], settings["loss"] != "reinforce"
+    used = {
+        "loss_constant": (settings["aggregation"] == "constant", "algorithm.aggregation=constant"),
+        "max_extra_groups": (settings["dynamic_sampling"], "algorithm.dynamic_sampling=true"),
+        "clip_low": (clipped, "another algorithm.loss"),
+        "clip_high": (clipped, "another algorithm.loss"),
+        "dual_clip": (clipped and loss != "cispo", "another algorithm.loss"),
+        "correction_low": (config.correction == "icepop", "algorithm.correction=icepop"),
+    }
+    for name, (has_use, needed) in used.items():
+        if not has_use and getattr(config, name) != AlgorithmConfig.model_fields[name].default:
+            raise ConfigError(f"algorithm.{name}: has no effect here; leave it out, or set {needed}")
 
 
 def assign_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> list[Sample]:

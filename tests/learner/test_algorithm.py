@@ -109,6 +109,29 @@ def test_a_setting_that_the_estimator_does_not_have(settings: dict[str, Any], ke
         resolve(AlgorithmConfig(**settings))
 
 
+@pytest.mark.parametrize(
+    ("settings", "key", "needed"),
+    [
+        ({"loss_constant": 5.0}, "loss_constant", "algorithm.aggregation=constant"),
+        ({"max_extra_groups": 3}, "max_extra_groups", "algorithm.dynamic_sampling=true"),
+        ({"loss": "reinforce", "clip_low": 0.2}, "clip_low", "another algorithm.loss"),
+        ({"loss": "reinforce", "clip_high": 0.2}, "clip_high", "another algorithm.loss"),
+        ({"loss": "reinforce", "dual_clip": 3.0}, "dual_clip", "another algorithm.loss"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip", "another algorithm.loss"),
+        ({"correction": "tis", "correction_low": 0.7}, "correction_low", "algorithm.correction=icepop"),
+    ],
+)
+def test_a_key_without_effect(settings: dict[str, Any], key: str, needed: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^algorithm\.{key}: has no effect here; leave it out, or set {needed}$"):
+        resolve(AlgorithmConfig(**settings))
+
+
+def test_a_key_that_something_beside_it_uses() -> None:
+    resolve(AlgorithmConfig(preset="dr_grpo", loss_constant=5.0))
+    resolve(AlgorithmConfig(preset="dapo", max_extra_groups=3))
+    resolve(AlgorithmConfig(loss="cispo", clip_low=1.0, correction="icepop", correction_low=0.7))
+
+
 def test_the_plain_estimator_looks_at_observations_too() -> None:
     assert resolve(AlgorithmConfig(advantage="gae")).advantage_mask is False
     assert resolve(AlgorithmConfig(advantage="masked_gae")).advantage_mask is True

@@ -273,6 +273,13 @@ def test_a_users_function_that_cannot_be_used_fails_at_start(user_file: Path, sp
         make_judge("python", {"function": spec.format(folder=user_file.parent, file=user_file)}, 1, 1.0)
 
 
+def test_a_users_function_in_the_home_folder(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(user_file.parent))
+    pool = make_judge("python", {"function": "~/mine.py:reward"}, 1, 5.0)
+    assert judge(pool, "bool").solved
+    pool.close()
+
+
 def test_unknown_rules_and_options() -> None:
     with pytest.raises(ValueError, match="unknown reward rule 'math_verfy'; did you mean 'math_verify'"):
         make_judge("math_verfy", {}, 1, 1.0)
@@ -280,6 +287,8 @@ def test_unknown_rules_and_options() -> None:
         make_judge("tagged", {"format_wieght": 0.1}, 1, 1.0)
     with pytest.raises(ValueError, match=r"unknown option of the rule 'math_verify': 'zzz' \(known: none\)"):
         make_judge("math_verify", {"zzz": 0.1}, 1, 1.0)
+    with pytest.raises(ValueError, match=r"'my/mk\.py' names no function of the file; write path/to/file\.py:function"):
+        make_judge("my/mk.py", {}, 1, 1.0)
     with pytest.raises(ValueError, match="needs the option 'function'"):
         make_judge("python", {}, 1, 1.0)
     with pytest.raises(ValueError, match="at least 1 worker, got 0"):

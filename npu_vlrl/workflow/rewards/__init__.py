@@ -48,6 +48,8 @@ def make_judge(
     if rule == "weighted":
         check_names(f"option of the rule {rule!r}:", options, {"terms", "solved_by"})
         return make_weighted(options, lambda name, its: make_judge(name, its, workers, deadline_s))
+    if rule.endswith(".py"):
+        raise ValueError(f"the rule {rule!r} names no function of the file; write path/to/file.py:function")
     check_names("reward rule", [rule], [*RULES, "weighted"])
     if rule == "python":
         check_names(f"option of the rule {rule!r}:", options, {"function"})

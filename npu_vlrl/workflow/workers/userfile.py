@@ -20,15 +20,15 @@ def is_spec(name: str) -> bool:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:function` names; a relative path starts at the working directory.
+    """The function that `path/to/file.py:function` names; a relative path starts at the working directory, and `~` is
+    the home folder.
 
     Raises ValueError, naming the path, when the file or the function is missing or the file cannot be imported.
     """
     path, _, name = spec.rpartition(":")
-    path = str(Path(path).expanduser())
     if not path.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{spec!r} does not name a function; write path/to/file.py:function")
-    function = getattr(_load_module(Path(path).resolve()), name, None)
+    function = getattr(_load_module(Path(path).expanduser().resolve()), name, None)
     if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
         raise ValueError(f"{spec}: the file has no plain function {name!r}; write `def {name}(…)` at its top level")
     return function
