@@ -19,6 +19,7 @@ from PIL import Image as PillowImage
 from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config
 from npu_vlrl.disk import write_text, write_whole, writing
+from npu_vlrl.report.lines import read_lines
 from npu_vlrl.report.token_values import TokenValues
 from npu_vlrl.types import Image, Segment, Trajectory
 from npu_vlrl.workflow.environments.formats import Format, make_format
@@ -86,7 +87,12 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def rewind(self, step: int) -> None:
-        """Drops what was recorded at `step` or later, before the run repeats it, and a line that was cut by a crash."""
+        """Drops what was recorded at `step` or later, before the run repeats it, and a line that was cut by a crash.
+
+        Raises ConfigError for a damaged line.
+        """
+        for _ in read_lines(self.path / "metrics.jsonl"):
+            pass  # the export reads them at the end of the run, and would refuse them there
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             file = self.path / name
             if file.is_file():

@@ -286,13 +286,21 @@ def test_rewind_leaves_what_it_keeps_in_its_place(tmp_path: Path) -> None:
     assert file.read_text() == text[: text.index('{"step": 2')]
 
 
-def test_rewind_refuses_what_is_no_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("metrics.jsonl", "garbage", r"line 2 is no JSON \(.*\); mend or remove it"),
+        ("metrics.jsonl", '{"step": 0, "a": 1.', r"line 2 is no JSON \(.*\); mend or remove it"),
+        ("metrics.jsonl", '{"a": 1.0}', "line 2 does not begin with its step; mend or remove it"),
+        ("trajectories.jsonl", "garbage", "line 2 does not begin with its step; mend or remove it"),
+    ],
+)
+def test_rewind_refuses_what_is_no_record(tmp_path: Path, name: str, line: str, message: str) -> None:
     run = opened(tmp_path / "r")
-    run.metrics(0, {"a": 1.0})
-    file = run.path / "metrics.jsonl"
-    damaged = file.read_text() + "garbage\n" + '{"step": 1, "a": 1.0}\n'
+    file = run.path / name
+    damaged = '{"step": 0, "a": 1.0}\n' + line + '\n{"step": 1, "a": 1.0}\n'
     file.write_text(damaged)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 does not begin with its step; mend or remove it"):
+    with pytest.raises(ConfigError, match=rf"{name}: {message}"):
         run.rewind(1)
     assert file.read_text() == damaged
 
