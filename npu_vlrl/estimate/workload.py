@@ -14,7 +14,7 @@ from npu_vlrl.rollout.inprocess import PREFILL_TOKENS
 from npu_vlrl.types import Image, ImageInput
 
 TEXT = 256
-"""Tokens of a task's text, system message included; fewer where the context has no room for them."""
+"""Tokens of a task's text, system message included, where there is room for as many."""
 REPLY = 32
 """Tokens of text that answer a turn."""
 
@@ -48,7 +48,7 @@ def largest_episode(
     config: Config, processor: ImageProcessor | None, picture: tuple[int, int], turns: int | None, sampled: int | None
 ) -> Episode:
     """`picture` is (width, height) in pixels. An episode that would not fit into `workflow.context_tokens` has fewer
-    turns.
+    turns. Where not even one fits beside `TEXT`, the turns are as many as fit beside `REPLY`, and the text is the rest.
 
     Raises ConfigError when not even one turn fits.
     """
@@ -57,18 +57,20 @@ def largest_episode(
     image = None if processor is None else processor.describe(Image(np.zeros((height, width, 3), np.uint8)))
     later = image if workflow.tools or config.environment.is_game else None
     seen = image.n_tokens + 2 if image else 0
-    reply = REPLY + (seen if later else 0)
     sampled = min(sampled or workflow.turn_tokens, workflow.turn_tokens)
-    room = workflow.context_tokens - seen - sampled
-    if room < 1:
+    reply, turns = REPLY + (seen if later else 0), min(turns or workflow.max_turns, workflow.max_turns)
+    text, room = TEXT, workflow.context_tokens - seen - sampled
+    if room < TEXT:
+        later_turns = min(turns - 1, max(0, room - REPLY) // (sampled + reply))
+        text = max(REPLY, room - later_turns * (sampled + reply))
+    opening, room = text + seen, room - text
+    if room < 0:
         raise ConfigError(
-            f"workflow.context_tokens={workflow.context_tokens} has no room for a text, a picture of {seen} tokens and "
-            f"a turn of {sampled}; raise it, or lower model.max_pixels or workflow.turn_tokens"
+            f"workflow.context_tokens={workflow.context_tokens} has no room for {text} tokens of text, a picture of "
+            f"{seen} and a turn of {sampled}; raise it, or lower model.max_pixels or workflow.turn_tokens"
         )
-    opening = seen + min(TEXT, room)
-    room -= min(TEXT, room)
     fitting = 1 + room // (sampled + reply)
-    return Episode(opening, min(turns or workflow.max_turns, workflow.max_turns, fitting), sampled, reply, image, later)
+    return Episode(opening, min(turns, fitting), sampled, reply, image, later)
 
 
 def passes(config: Config, episode: Episode, learners: int) -> list[Pass]:

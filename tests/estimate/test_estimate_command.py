@@ -10,6 +10,7 @@ import pytest
 
 from npu_vlrl.config import load_config
 from npu_vlrl.estimate.report import estimate, named_device
+from npu_vlrl.estimate.workload import largest_episode
 from npu_vlrl.hardware import HardwareError, published
 from tests.support.program import program
 
@@ -67,7 +68,7 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     missing = program("estimate", *READY, "model.path=/no/model").refused()
     assert "/no/model has no config.json" in missing and "Qwen3-VL-8B-Instruct" in missing
     short = program("estimate", *READY, "workflow.context_tokens=1100").refused()
-    assert "workflow.context_tokens=1100 has no room" in short
+    assert "workflow.context_tokens=1100 has no room for 32 tokens of text" in short
     alone = program("estimate", *READY, "train.learners=4", "--devices", "4", "--device", "H200").refused()
     assert "train.learners=4 needs more processes" in alone
 
@@ -83,6 +84,23 @@ def test_engines_of_their_own_are_told_apart() -> None:
 def test_without_a_known_device_there_is_no_verdict() -> None:
     done = program("estimate", "--config", CONFIGS / "geo3k_tiny.yaml")
     assert done.code == 0 and "name another with --device" in done.out and "seconds of a step" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("context", "tokens", "turns"),
+    [(512, 256 + 3 * 16 + 2 * 32, 3), (256, 256, 3), (200, 200, 3), (110, 110, 2), (48, 48, 1)],
+)
+def test_a_small_context_holds_less_text(context: int, tokens: int, turns: int) -> None:
+    """A turn takes 16 tokens and a reply 32; a text of 256 that does not fit is what the turns leave, at least 32."""
+    words = ["model.path=tiny:qwen3", f"workflow.context_tokens={context}", "workflow.max_turns=3"]
+    words += ["workflow.turn_tokens=16", "workflow.tools=[]"]
+    episode = largest_episode(load_config(CONFIGS / "photo_tiny.yaml", words), None, (640, 480), None, None)
+    assert (episode.tokens, episode.turns) == (tokens, turns)
+
+
+def test_a_ready_configuration_with_a_small_context_is_estimated() -> None:
+    done = program("estimate", "--config", CONFIGS / "photo_tiny.yaml", "--device", "H200")
+    assert done.code == 0 and "episodes of 160 tokens" in done.out
 
 
 def test_more_of_anything_takes_longer() -> None:
