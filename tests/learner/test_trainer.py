@@ -82,6 +82,20 @@ def test_updates_and_epochs(loaded: LoadedModel, updates: int, epochs: int) -> N
         assert sum(map(len, groups)) == 3  # no group is in two mini-batches
 
 
+@pytest.mark.parametrize(("updates", "epochs"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_warm_up_is_counted_in_training_steps(loaded: LoadedModel, updates: int, epochs: int) -> None:
+    """Two steps, however many updates each has: the last update of a step ends at half of the rate, and at all of it.
+
+    A learner that goes on after the first step does the same.
+    """
+    settings = {"updates": updates, "epochs": epochs}
+    first, second = (make_learner(loaded, settings, lr=1e-3, warmup_steps=2) for _ in range(2))
+    rates = [first.step(samples_of(loaded))["lr"] for _ in range(3)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3])
+    second.updates = updates * epochs
+    assert second.step(samples_of(loaded))["lr"] == pytest.approx(1e-3)
+
+
 def test_more_updates_than_groups(loaded: LoadedModel) -> None:
     """Groups may fail in a rollout; a mini-batch without one is left out."""
     learner = make_learner(loaded, {"updates": 5})

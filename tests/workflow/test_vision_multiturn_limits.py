@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from npu_vlrl.report.results import answer_of
+from npu_vlrl.report.run_folder import trajectory_record
 from npu_vlrl.types import EpisodeStatus, Generation, SegmentKind, StopReason, Verdict
+from npu_vlrl.workflow.export import outcome
 from npu_vlrl.workflow.render import Renderer
 from tests.support.scripted import (
     END,
@@ -190,3 +193,21 @@ def test_the_last_tokens_of_a_turn_cost_more_and_more(tokens: int, penalty: floa
     assert turn.verdict is not None and turn.verdict.reward == 0.5
     (free,) = play(workflow(Verdicts([Verdict(0.5, False)]), turn_tokens=10, max_turns=1), [line], TASK).turns
     assert free.action.reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (True, {"best": 0.5 - 2.0, "last": 0.5 - 2.0, "sum": 0.25 + 0.5 - 2.0}),
+        (False, {"best": 0.5 - 1.0, "last": 0.5 - 1.0, "sum": 0.25 + 0.5 - 1.0}),
+    ],
+)
+def test_an_overlong_turn_costs_in_every_reward_mode(first: bool, expected: dict[str, float]) -> None:
+    """Rewards 0.25 and 1, of which the second counts half, as does its penalty of 2. The run's record says the same."""
+    line = Generation(encode("a") * 10, (-1.0,) * 10, (0,) * 10, StopReason.TURN_BUDGET)
+    limits: dict[str, Any] = {"turn_tokens": 10, "overlong_tokens": 4, "overlong_penalty": 2.0, "max_turns": 2}
+    verdicts = Verdicts([Verdict(0.25, False), Verdict(1.0, True)])
+    played = play(workflow(verdicts, **limits), [line, "b"] if first else ["b", line], TASK)
+    for mode, value in expected.items():
+        assert outcome(played, mode, 0.5) == pytest.approx(value)  # type: ignore[arg-type]
+        assert answer_of(trajectory_record(played, {}), mode, 0.5).reward == pytest.approx(value)  # type: ignore[arg-type]
