@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     from npu_vlrl.learner.checkpoint import CheckpointError
     from npu_vlrl.learner.trainer import LearnerError
     from npu_vlrl.report.console import printable
-    from npu_vlrl.rollout.collect import RolloutError
+    from npu_vlrl.rollout.judgements import RolloutError
     from npu_vlrl.rollout.rounds import EngineError
     from npu_vlrl.sync.weights import SyncError
     from npu_vlrl.sync.world import PeerError, leave, started_processes

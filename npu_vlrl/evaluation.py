@@ -14,6 +14,7 @@ from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.report.results import TaskResult, task_result
 from npu_vlrl.report.run_folder import trajectory_record
 from npu_vlrl.rollout.collect import play
+from npu_vlrl.rollout.judgements import Judgements
 from npu_vlrl.types import Task, Trajectory
 
 BATCH = 256
@@ -52,16 +53,19 @@ class Evaluation:
         self.results: list[TaskResult] = []
         self.errors: list[str] = []
         """Why samples could not be used."""
-        self.judge_errors: list[str] = []
-        """Why answers could not be judged, of the `judged` that there are."""
-        self.judged = 0
+        self.judgements = Judgements()
+        self._name = prefix
 
     async def play(self) -> list[Trajectory]:
-        """Plays the next batch, and counts it; a failed sample counts as wrong."""
+        """Plays the next batch, and counts it; a failed sample counts as wrong.
+
+        Raises RolloutError when more than `rollout.max_failed_share` of the judgements so far failed.
+        """
         parts, batch = self._parts, self.missing.pop(0)
         groups = await play(batch.tasks, parts.workflow, parts.engine, batch.answers, parts.eval_sampling, batch.prefix)
         played = [trajectory for group in groups for trajectory in group]
         self._count(batch, [trajectory_record(trajectory, {}) for trajectory in played])
+        self.judgements.check(self._config.rollout.max_failed_share, self._name)
         return played
 
     def resume(self, file: Path) -> None:
@@ -105,6 +109,6 @@ class Evaluation:
             own = records[index * n : (index + 1) * n]
             self.results.append(task_result(task, own, workflow.reward_mode, workflow.turn_discount, patch))
         self.errors += [record["error"] for record in records if record["error"] is not None]
-        answered = [turn for record in records for turn in record["turns"] if turn["verdict"] is not None]
-        self.judge_errors += [turn["judge_error"] for turn in answered if turn["judge_error"] is not None]
-        self.judged += len(answered)
+        for record in records:
+            for turn in record["turns"]:
+                self.judgements.count(record["task"], turn["verdict"] is not None, turn["judge_error"])

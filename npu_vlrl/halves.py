@@ -46,7 +46,7 @@ async def _play(run: Run) -> None:
         metrics = rollout_metrics(rollout.trajectories, samples, run.config.workflow) | rollout.metrics
         metrics["rollout_seconds"] = time.monotonic() - began
         run.folder.metrics(step, metrics)
-        for message in rollout.errors:
+        for message in (*rollout.errors, *rollout.judgements.messages()):
             run.console.line(f"step {step}: {message}")
         run.console.step(step + 1, metrics)
 
@@ -81,6 +81,8 @@ def _learn_recorded(run: Run, recorded: Path) -> None:
         began = time.monotonic()
         whole, failed = ([g for g in groups if has_failed(g) is bad] for bad in (False, True))
         rollout = Rollout(whole, failed)
+        for group in groups:
+            rollout.judgements.add(group)
         samples, metrics = learn(run, learner, step, rollout)
         run.parts.vision.weights_changed()
         metrics["seconds"] = time.monotonic() - began

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from npu_vlrl.report.metrics import rollout_metrics, throughput
 from npu_vlrl.report.run_folder import RunFolder, versions
 from npu_vlrl.report.sinks import Opening, Sinks, check_installed
 from npu_vlrl.report.token_values import token_values
-from npu_vlrl.rollout.collect import Rollout, RolloutError, collect
+from npu_vlrl.rollout.collect import Rollout, collect
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
 from npu_vlrl.types import Sample, Trajectory
@@ -164,9 +162,8 @@ class Run:
         self.sinks.scalars(step, flat)
         for error in evaluation.errors[:3]:
             self.console.line(f"evaluation skipped {error}")
-        for error in islice(_counted(evaluation.judge_errors), 3):
-            self.console.line(f"evaluation: {error}")
-        self._check_share(evaluation.judge_errors, evaluation.judged)
+        for message in evaluation.judgements.messages():
+            self.console.line(f"evaluation: {message}")
         return found["all"]
 
     def records(self, step: int) -> bool:
@@ -212,21 +209,11 @@ class Run:
     def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
         """What went wrong since the last call."""
         yield from rollout.errors
-        yield from _counted(turn.judge_error for t in rollout.trajectories for turn in t.turns if turn.judge_error)
+        yield from rollout.judgements.messages()
         records = list(self.parts.train_tasks.skipped.values())
         yield from (f"skipped {message}" for message in records[self._told_records :])
         yield from (f"update skipped, not finite: sample {name}" for name in learner.skipped[self._told_updates :])
         self._told_records, self._told_updates = len(records), len(learner.skipped)
-
-    def check_judged(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raises RolloutError when the judge failed of more answers than samples may fail."""
-        turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-        self._check_share([t.judge_error for t in turns if t.judge_error], sum(t.verdict is not None for t in turns))
-
-    def _check_share(self, errors: Sequence[str], answers: int) -> None:
-        if len(errors) > self.config.rollout.max_failed_share * answers:
-            shown = "\n  ".join(islice(_counted(errors), 5))
-            raise RolloutError(f"{len(errors)} of {answers} answers could not be judged:\n  {shown}")
 
     def save(self, steps: int, learner: LearnerGroup, tasks: dict[str, Any]) -> Path:
         """`tasks` is the state of the source of tasks; another thread may draw from it meanwhile."""
@@ -253,9 +240,3 @@ class Run:
         self.folder.summary(summary)
         self.console.summary(self.evaluations, self.folder.path)
         return summary
-
-
-def _counted(messages: Iterable[str]) -> Iterator[str]:
-    """Each once, the most frequent one first."""
-    for message, times in Counter(messages).most_common():
-        yield f"{message} ({times} times)" if times > 1 else message

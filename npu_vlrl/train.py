@@ -80,11 +80,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
 
 
 def learn(run: Run, learner: LearnerGroup, step: int, rollout: Rollout) -> tuple[list[Sample], dict[str, float]]:
-    """Trains on the groups of a step; returns the samples with their advantages, and metrics.
-
-    Raises RolloutError when the judge failed of too many of their answers.
-    """
-    run.check_judged(rollout.trajectories)
+    """Trains on the groups of a step; returns the samples with their advantages, and metrics."""
     exported = most_varied(run.export(rollout.trajectories), run.config.algorithm.keep_groups)
     samples = assign_advantages(learner.score(exported), run.parts.algorithm)
     return samples, learner.step(samples, step, note=run.records(step))

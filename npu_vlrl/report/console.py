@@ -93,7 +93,8 @@ class ConsoleReport:
         """One row for each data source, and one for all of them."""
         self._dashboard.evaluation(name, results["all"])
         table = Table(title=f"evaluation: {name}")
-        columns = list(results["all"])
+        # a table of 80 columns has no room for what is mostly 0
+        columns = [key for key, value in results["all"].items() if key != "judge_failed" or value]
         for column in ("data source", *columns):
             table.add_column(column, justify="left" if column == "data source" else "right")
         for source, values in results.items():

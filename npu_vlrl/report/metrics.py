@@ -41,6 +41,7 @@ def rollout_metrics(
         "sample_tokens": float(np.mean([len(sample) for sample in samples])),
         "cut_turns": _share(turn.action.stop_reason is not StopReason.END_OF_TURN for turn in turns),
         "judge_errors": float(sum(turn.judge_error is not None for turn in turns)),
+        "judge_failed": _share(turn.judge_error is not None for turn in turns if turn.verdict is not None),
         "trained_groups": float(len({sample.group for sample in samples})),
         "groups_without_spread": _share(len(values) == 1 for values in groups.values()),
         **{f"status/{s.value}": _share(t.status is s for t in trajectories) for s in EpisodeStatus},

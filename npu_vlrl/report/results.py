@@ -31,6 +31,8 @@ class Answer:
     """What training would count for the episode."""
     turns: int
     failed: bool
+    judge_failed: float = 0.0
+    """Share of its judged turns on which the judge failed."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class TaskResult:
             "reward": sum(a.reward for a in self.answers) / n,
             "turns": sum(a.turns for a in self.answers) / n,
             "failed": sum(a.failed for a in self.answers) / n,
+            "judge_failed": sum(a.judge_failed for a in self.answers) / n,
         }
         if n > 1:
             right = sum(a.solved for a in self.answers)
@@ -87,12 +90,14 @@ def answer_of(record: Mapping[str, Any], mode: RewardMode, discount: float) -> A
     turns = record["turns"]
     rewards = [turn["action"]["reward"] for turn in turns]
     verdicts = [turn["verdict"] and turn["verdict"]["reward"] for turn in turns]
+    unjudged = sum(turn["judge_error"] is not None for turn in turns)
     return Answer(
         first=record["solved_first_try"],
         solved=record["solved"],
         reward=trajectory_reward(rewards, verdicts, mode, discount),
         turns=len(turns),
         failed=record["status"] == EpisodeStatus.FAILED.value,
+        judge_failed=unjudged / max(1, len(verdicts) - verdicts.count(None)),
     )
 
 

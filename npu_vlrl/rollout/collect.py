@@ -6,12 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from npu_vlrl.rollout.judgements import Judgements, RolloutError
 from npu_vlrl.types import Engine, EpisodeStatus, Task, Trajectory
 from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
-
-
-class RolloutError(RuntimeError):
-    """Too many samples of a step cannot be used."""
 
 
 @dataclass
@@ -25,6 +22,8 @@ class Rollout:
     failed: list[list[Trajectory]] = field(default_factory=list)
     replaced: int = 0
     """Groups that dynamic sampling replaced because they had no spread."""
+    judgements: Judgements = field(default_factory=Judgements)
+    """Of all groups that were played, replaced ones as well."""
     metrics: dict[str, float] = field(default_factory=dict)
     """How they came about, where there is something to tell."""
 
@@ -73,7 +72,8 @@ async def collect(
     `has_spread`, which teach nothing, are replaced until the batch is full or that many groups were added; what is then
     still missing is filled with replaced ones, so that the batch is never empty.
 
-    Raises RolloutError when more than `max_failed_share` of the groups failed, with their messages.
+    Raises RolloutError when more than `max_failed_share` of the groups, or of the judgements, failed, with their
+    messages.
     """
     rollout = Rollout()
     flat: list[list[Trajectory]] = []
@@ -82,12 +82,14 @@ async def collect(
         groups = await play(next_tasks(wanted), workflow, engine, group_size, sampling, f"{prefix}.{len(flat)}")
         n_flat = len(flat)
         for group in groups:
+            rollout.judgements.add(group)
             if has_failed(group):
                 rollout.failed.append(group)
             elif max_extra_groups and not has_spread(group):
                 flat.append(group)
             else:
                 rollout.groups.append(group)
+        rollout.judgements.check(max_failed_share, prefix)  # before others are played in place of these
         wanted = min(len(flat) - n_flat, extra)
         extra -= wanted
     played = len(rollout.groups) + len(flat) + len(rollout.failed)

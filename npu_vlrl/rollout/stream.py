@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from npu_vlrl.data.source import TaskSource
-from npu_vlrl.rollout.collect import Rollout, RolloutError, has_failed
+from npu_vlrl.rollout.collect import Rollout, has_failed
+from npu_vlrl.rollout.judgements import Judgements, RolloutError
 from npu_vlrl.rollout.remote import in_thread
 from npu_vlrl.rollout.rounds import EngineEnded, EngineError, RoundEngine
 from npu_vlrl.rollout.schedule import Schedule
@@ -71,6 +72,7 @@ class Episodes:
 @dataclass
 class _SinceLastStep:
     failed: list[list[Trajectory]] = field(default_factory=list)
+    judgements: Judgements = field(default_factory=Judgements)
     replaced: int = 0
     retried: int = 0
 
@@ -123,14 +125,15 @@ class Stream:
     async def take(self, step: int) -> Rollout:
         """The groups of a step, once they are there.
 
-        Raises RolloutError when more than `max_failed_share` of the groups since the last step failed, and what ended
-        an engine or the source of tasks.
+        Raises RolloutError when more than `max_failed_share` of the groups, or of the judgements, since the last step
+        failed, and what ended an engine or the source of tasks.
         """
         began = time.monotonic()
         while (chosen := self._choose(step)) is None:
             self._changed.clear()
             await self._changed.wait()
         since, self._since = self._since, _SinceLastStep()
+        since.judgements.check(self.episodes.max_failed_share, f"step{step}")
         groups = [self._groups.pop(number).trajectories for number in chosen]
         metrics = {
             "async/staleness": sum(chosen.values()) / len(chosen),
@@ -141,7 +144,7 @@ class Stream:
             "async/retried_episodes": since.retried,
         }
         self._fill()
-        return Rollout(groups, since.failed, since.replaced, metrics)
+        return Rollout(groups, since.failed, since.replaced, since.judgements, metrics)
 
     async def beside(self, work: Callable[[], T]) -> T:
         """Does the learner's work in a thread, while episodes go on."""
@@ -208,6 +211,7 @@ class Stream:
     def _sort(self, number: int, trajectories: list[Trajectory]) -> None:
         """Keeps a group that can be trained on; gives another one up."""
         since, episodes = self._since, self.episodes
+        since.judgements.add(trajectories)
         if has_failed(trajectories):
             since.failed.append(trajectories)
         elif since.replaced < episodes.max_extra_groups and not episodes.has_spread(trajectories):

@@ -160,7 +160,8 @@ def test_a_reward_that_raises_or_hangs_for_some_answers(tmp_path: Path, folder: 
     assert (done.code, done.err) == (0, "")
     assert "cannot score this one" in done.out and "longer than 0.5 s" in done.out and "reward=inf" in done.out
     (step,) = [m for m in records(tmp_path / "r", "metrics.jsonl") if "judge_errors" in m]
-    assert (step["judge_errors"], step["failed_groups"]) == (6, 0)
+    assert (step["judge_errors"], step["judge_failed"], step["failed_groups"]) == (6, 0.75, 0)
+    assert done.out.count("cannot score this one") == 1 and "failed on 2 of 8 answers: the rule" in done.out
     rewards: dict[str, list[float]] = {}
     for record in records(tmp_path / "r", "trajectories.jsonl"):
         if record["group"].startswith("step"):
@@ -170,7 +171,7 @@ def test_a_reward_that_raises_or_hangs_for_some_answers(tmp_path: Path, folder: 
     assert rewards == {"good/0": [0.25] * 2, **{f"good/{i}": [-2.0] * 2 for i in (1, 2, 3)}}
     assert np.isfinite(step["reward"])
     stricter = program("train", "--config", source, "--run-dir", tmp_path / "s", *small, *arguments[:2])
-    assert stricter.code == 1 and "the run failed: 6 of 8 answers could not be judged:" in stricter.err
+    assert stricter.code == 1 and "failed: the judge failed on 6 of 8 answers of step0, more than" in stricter.err
 
 
 def test_a_reward_that_always_fails_ends_a_training_and_an_evaluation(tmp_path: Path, folder: Path) -> None:
@@ -183,8 +184,8 @@ def test_a_reward_that_always_fails_ends_a_training_and_an_evaluation(tmp_path: 
     reason = f"{tmp_path}/mine.py:reward raised KeyError: 'nokey' ({tmp_path}/mine.py, line 2)"
     evaluated = program("eval", "--config", source, "--run-dir", tmp_path / "e", *small, "evaluation.tasks=4")
     assert (done.code, evaluated.code) == (1, 1)
-    assert evaluated.err.startswith("npu-vlrl: the run failed: 4 of 4 answers could not be judged:\n")
-    assert evaluated.err.count(reason) == 4  # each names its task
+    assert evaluated.err.startswith("npu-vlrl: the run failed: the judge failed on 4 of 4 answers of evaluation0")
+    assert evaluated.err.count(reason) == 1
 
 
 VERL = """
@@ -208,7 +209,7 @@ def test_a_reward_function_with_other_parameters_is_refused_at_once(tmp_path: Pa
     (tmp_path / "mine.py").write_text(f"def reward({parameters}): return 1.0")
     source = config_file(tmp_path, data={"train": {"generator": "photo"}})
     said = program("train", "--config", source, f"reward.rule={tmp_path}/mine.py:reward").refused()
-    assert f"mine.py:reward takes ({parameters}), and is called with (task, text, history, images)" in said
+    assert f"mine.py:reward takes ({parameters}); write it as def reward(task, text, history, images), or with" in said
 
 
 def checked(tmp_path: Path, file: Path, *words: str, **changes: Any) -> Outcome:

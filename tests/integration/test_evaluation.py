@@ -176,7 +176,8 @@ def test_evaluations_of_a_training_count_the_same_way(tmp_path: Path) -> None:
     settings = {"evaluation__answers": 2, "evaluation__temperature": 1, "evaluation__tasks": 3}
     train(small_config(tmp_path / "run", train__steps=1, warm_start__steps=0, **settings))
     before, _, after = lines(tmp_path / "run", "metrics.jsonl")
-    names = ["tasks", "accuracy", "after_retries", "reward", "turns", "failed", "avg@2", "pass@1", "pass@2"]
+    names = ["tasks", "accuracy", "after_retries", "reward", "turns", "failed", "judge_failed"]
+    names += ["avg@2", "pass@1", "pass@2"]
     expected = ["step", *(f"eval/{source}/{name}" for source in ("arrow", "all") for name in names)]
     assert list(before) == list(after) == expected
     found = [r for r in lines(tmp_path / "run", "trajectories.jsonl") if r["id"].startswith("baseline0.0/")]

@@ -131,6 +131,9 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert ["a[red]b\\x1b[2J", "12", "0.250", "0.500"] in [
         [cell.strip() for cell in row.split("│")[1:-1]] for row in rows
     ]
+    for failed, shown_in_title in ((0.0, False), (0.5, True)):
+        report.evaluation("final", {"all": {"tasks": 12, "judge_failed": failed}})
+        assert ("judge_failed" in shown(capsys)) is shown_in_title
     report.summary({"baseline": {"accuracy": 0.25}, "final": {"accuracy": 1.0}}, Path("x"))
     out = shown(capsys)
     assert ["accuracy", "0.250", "1.000"] in [[c.strip() for c in row.split("│")[1:-1]] for row in out.splitlines()]

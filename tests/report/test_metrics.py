@@ -63,6 +63,7 @@ def test_by_hand() -> None:
         "sample_tokens": sum(map(len, samples)) / 4,
         "cut_turns": 2 / 11,
         "judge_errors": 1.0,
+        "judge_failed": 1 / 9,  # of the answers; two turns only looked
         "trained_groups": 2.0,
         "groups_without_spread": 0.5,
         "status/solved": 0.5,
@@ -108,16 +109,18 @@ def test_evaluation_by_data_source_by_hand() -> None:
     ]
     found = by_source(done, "best", 1.0)
     assert list(found) == ["a", "b", "all"]
-    names = ("tasks", "accuracy", "after_retries", "reward", "turns", "failed")
+    names = ("tasks", "accuracy", "after_retries", "reward", "turns", "failed", "judge_failed")
     assert found == {
         source: pytest.approx(dict(zip(names, values, strict=True)))
         for source, values in {
-            "a": (1, 0, 1, 0.5, 2, 0),
-            "b": (3, 1 / 3, 1 / 3, 0.5 / 3, 5 / 3, 1 / 3),
-            "all": (4, 0.25, 0.5, 0.25, 7 / 4, 0.25),
+            "a": (1, 0, 1, 0.5, 2, 0, 0),
+            "b": (3, 1 / 3, 1 / 3, 0.5 / 3, 5 / 3, 1 / 3, 0),
+            "all": (4, 0.25, 0.5, 0.25, 7 / 4, 0.25, 0),
         }.items()
     }
     assert by_source([], "best", 1.0) == {"all": {"tasks": 0}}
+    gone = episode(0, "4", [LOOK, "up", "up"], JudgeError("gone"), WRONG)
+    assert by_source([gone, done[1]], "best", 1.0)["all"]["judge_failed"] == 0.25  # one of two answers, and none
 
 
 @pytest.mark.parametrize(("mode", "first", "second"), [("best", 0.25, 0.2), ("last", 0.25, 0.05), ("sum", 0.25, 0.25)])

@@ -90,14 +90,15 @@ def test_measures_by_hand() -> None:
             "reward": 1.5 / 4,
             "turns": 6 / 4,
             "failed": 1 / 4,
+            "judge_failed": 0.0,
             "avg@4": 0.5,
             "pass@1": 0.5,
             "pass@2": 1 - 1 / 6,  # of six pairs one holds neither right answer
             "pass@4": 1.0,
         }
     )
-    assert list(result(RIGHT).measures()) == ["accuracy", "after_retries", "reward", "turns", "failed"]
-    assert list(result(RIGHT, WRONG, LATE).measures())[5:] == ["avg@3", "pass@1", "pass@2"]
+    assert list(result(RIGHT).measures()) == ["accuracy", "after_retries", "reward", "turns", "failed", "judge_failed"]
+    assert list(result(RIGHT, WRONG, LATE).measures())[6:] == ["avg@3", "pass@1", "pass@2"]
 
 
 def test_names_are_in_order_and_numbers_count_as_such() -> None:

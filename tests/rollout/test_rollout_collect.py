@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.rollout.collect import Rollout, RolloutError, collect
+from npu_vlrl.rollout.collect import Rollout, collect
+from npu_vlrl.rollout.judgements import RolloutError
 from npu_vlrl.types import (
     EngineSession,
     EpisodeStatus,
@@ -23,6 +24,7 @@ from npu_vlrl.types import (
     Task,
     Trajectory,
     Turn,
+    Verdict,
 )
 from npu_vlrl.workflow.vision_multiturn import Sampling
 
@@ -40,7 +42,12 @@ class Sessions:
 
 
 class Outcomes:
-    """Plays each task at once: `outcome(n)` of the n-th task gives its members' rewards, or None for a failed one."""
+    """Plays each task at once: `outcome(n)` of the n-th task gives its members' rewards, or None for a failed one.
+
+    An answer with a reward of `unjudged` got it because its judge failed.
+    """
+
+    unjudged: Sequence[float] = (-9.0,)
 
     def __init__(self, outcome: Callable[[int], Sequence[float | None]]) -> None:
         self.outcome = outcome
@@ -58,7 +65,9 @@ class Outcomes:
             stop_reason=StopReason.TURN_BUDGET,
             reward=reward,
         )
-        return Trajectory(task, group, member, (Turn((PROMPT,), action, "x"),), EpisodeStatus.SOLVED)
+        error = f"{task.id}: gone" if reward in self.unjudged else None
+        turn = Turn((PROMPT,), action, "x", Verdict(reward, False), judge_error=error)
+        return Trajectory(task, group, member, (turn,), EpisodeStatus.SOLVED)
 
 
 def gather(
@@ -100,6 +109,18 @@ def test_too_many_failures_end_the_run_with_their_messages() -> None:
         gather(lambda n: (None, 0.0) if n < 3 else (0.0, 1.0), 4)
     with pytest.raises(RolloutError, match="2 of 2"):
         gather(lambda n: (None, None), 2, share=1.0)
+
+
+def test_too_many_failures_of_the_judge_end_the_run() -> None:
+    """Also where they are on groups that would be replaced, and before others are played in their place."""
+    rollout, _ = gather(lambda n: (-9.0, 1.0), 2)
+    assert (rollout.judgements.answers, rollout.judgements.failed) == (4, 2)
+    assert rollout.judgements.messages() == ["the judge failed on 2 of 4 answers: gone"]
+    for extra in (0, 8):
+        with pytest.raises(RolloutError, match=r"failed on 6 of 8 answers of step3, .*\n.* on 6 of 8 answers: gone"):
+            gather(lambda n: (0.0, 1.0) if n == 0 else (-9.0, -9.0), 4, extra=extra)
+    rollout, taken = gather(lambda n: (0.0, 1.0) if n else (-9.0, -9.0), 4, extra=8)
+    assert taken == 5 and rollout.judgements.failed == 2 and rollout.replaced == 1
 
 
 def test_members_are_told_apart_and_names_say_the_step() -> None:

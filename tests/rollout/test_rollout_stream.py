@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_vlrl.data.source import TaskSource
-from npu_vlrl.rollout.collect import Rollout, RolloutError
+from npu_vlrl.rollout.collect import Rollout
+from npu_vlrl.rollout.judgements import RolloutError
 from npu_vlrl.rollout.rounds import EngineEnded, EngineError, Outcome, Request, RoundEngine
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import RETRIES, Episodes, Stream, interrupted_share
 from npu_vlrl.types import Generation, StopReason, Trajectory
-from npu_vlrl.workflow.vision_multiturn import Sampling
+from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
 from tests.support.episodes import Reply, Stage, task
 from tests.support.models import loaded, tiny_folder
 
@@ -196,6 +198,25 @@ def test_too_many_failures_end_the_run(stage: Stage, share: float) -> None:
     stream = stream_of(stage, Simulated(lambda: 0, fails), Schedule(4, 1, 9), max_failed_share=share)
     with pytest.raises(RolloutError, match="cannot be used:\n  t0: not finite\n  t1: not finite"):
         asyncio.run(train(stream, 9))
+
+
+def test_too_many_failures_of_the_judge_end_the_run(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The episodes are whole, and half of the answers of those from t4 on were not judged."""
+    whole = VisionMultiTurnAgenticWorkflow.run
+
+    async def unjudged(*given: Any) -> Trajectory:
+        played = await whole(*given)
+        if played.task.id in ("t0", "t1", "t2", "t3"):
+            return played
+        *first, last = played.turns
+        return replace(played, turns=(*first, replace(last, judge_error=f"{played.task.id}: gone")))
+
+    monkeypatch.setattr(VisionMultiTurnAgenticWorkflow, "run", unjudged)
+    stream = stream_of(stage, Simulated(lambda: 0), Schedule(4, 0, 9), max_failed_share=0.4)
+    with pytest.raises(RolloutError, match=r"failed on 8 of 16 answers of step1, .*\n.*: gone"):
+        asyncio.run(train(stream, 9))
+    stream = stream_of(stage, Simulated(lambda: 0), Schedule(4, 0, 2), max_failed_share=0.5)
+    assert [step.judgements.failed for step in asyncio.run(train(stream, 2))] == [0, 8]
 
 
 def test_a_source_that_ends_ends_the_run(stage: Stage) -> None:

@@ -15,38 +15,45 @@ from npu_vlrl.types import JudgeError, Verdict
 
 _KEYS = ("reward", "solved", "feedback", "terms")
 
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Parameters of a verl reward function, which that calls by name; it may take some of them."""
 
-_VERL = frozenset({"data_source", "solution_str", "ground_truth"})
-"""By these parameters a function is known that was written for verl."""
 
+def adapted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function` as `score` calls it. One whose required parameters are verl's is given these by their names.
 
-def callable_with(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """What `score` can call: the function itself, or one of verl's, which gets the same by its own names.
-
-    Raises ValueError for a function that takes anything else.
+    Raises ValueError, naming the function and what it should take, for any other that does not take four arguments.
     """
     signature = inspect.signature(function)
-    if set(signature.parameters) >= _VERL:
-        return lambda task, text, history, images: _as_verl(function, task, text)
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {key: p for key, p in signature.parameters.items() if p.kind not in kinds}
+    required = [key for key, p in named.items() if p.default is p.empty]
+    if required and set(required) <= set(VERL):
+        return _from_verl(function, [key for key in named if key in VERL])
     try:
         signature.bind("task", "text", "history", "images")
-    except TypeError as error:
+    except TypeError:
+        fits = False
+    else:
+        fits = set(required).isdisjoint(VERL)
+    if not fits:
         raise ValueError(
-            f"{name} takes {signature}, and is called with (task, text, history, images), or, if it has verl's "
-            "parameters, with data_source, solution_str, ground_truth and extra_info; correct its parameters"
-        ) from error
+            f"{name} takes {signature}; write it as def {function.__name__}(task, text, history, images), or with "
+            f"verl's parameters: {', '.join(VERL)}"
+        )
     return function
 
 
-def _as_verl(function: Callable[..., Any], task: Mapping[str, Any], text: str) -> Any:
-    """Of a result with "score" the other numbers become terms; verl only logs the rest."""
-    result = function(
-        data_source=task["data_source"], solution_str=text, ground_truth=task["answer"], extra_info=dict(task["extra"])
-    )
-    if not isinstance(result, Mapping) or "score" not in result:
-        return result
-    terms = {key: value for key, value in result.items() if key != "score" and isinstance(_plain(value), Real)}
-    return {"reward": result["score"], "terms": terms}
+def _from_verl(function: Callable[..., Any], asked: Sequence[str]) -> Callable[..., Any]:
+    def call(task: Mapping[str, Any], text: str, *_: Any) -> Any:
+        values = (task["data_source"], text, task["answer"], task["extra"])
+        result = function(**{key: value for key, value in zip(VERL, values, strict=True) if key in asked})
+        if not isinstance(result, Mapping) or "score" not in result:
+            return result
+        terms = {key: value for key, value in result.items() if key != "score" and isinstance(_plain(value), Real)}
+        return {"reward": result["score"], "terms": terms}
+
+    return call
 
 
 def score(
@@ -57,7 +64,7 @@ def score(
     history: Sequence[str],
     images: Sequence[Pillow.Image],
 ) -> Verdict:
-    """Calls `function(task, text, history, images)` and makes its result a Verdict.
+    """Calls `function(task, text, history, images)` (see `adapted`) and makes its result a Verdict.
 
     `task` has "id", "answer", "data_source" and "extra"; `history` the texts of the earlier turns; `images` the RGB
     pictures of the episode in the order the model saw them. The function returns a bool (1 or 0), a number (solved

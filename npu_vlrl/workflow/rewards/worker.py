@@ -47,7 +47,7 @@ def _users_function(module: Any, options: Mapping[str, Any]) -> Rule:
     from PIL import Image as Pillow  # only users' functions look at pictures
 
     name = options["function"]
-    function = module.callable_with(load_function(name), name)
+    function = module.adapted(load_function(name), name)
     return lambda request, images: module.score(
         function,
         name,
