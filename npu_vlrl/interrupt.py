@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from npu_vlrl.sync.world import started_processes
+
 SAME_S = 1.0
 """A launcher passes Ctrl-C on to processes that have it from the terminal already: what follows so soon is the same."""
 
@@ -47,8 +49,7 @@ class CtrlC:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        alone = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        taken = (signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,)
+        taken = (signal.SIGINT, signal.SIGTERM) if started_processes() == 1 else (signal.SIGINT,)
         before = {number: signal.signal(number, self._pressed) for number in taken}
         try:
             yield

@@ -177,7 +177,11 @@ def test_two_learners_with_a_part_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_synchronous_run_ends_after_the_step_in_hand_too(tmp_path: Path, number: signal.Signals) -> None:
     words = command(tmp_path, "train.steps=1000", "workflow.turn_tokens=8")
-    (process,) = fork(1, words, tmp_path)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # as a library has it that was imported before
+    try:
+        (process,) = fork(1, words, tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     wait_for_steps(tmp_path, 2, [process])
     process.send_signal(number)
     assert finish([process]) == [130], said(tmp_path, 1)

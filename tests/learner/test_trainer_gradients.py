@@ -44,8 +44,10 @@ def narrow() -> LoadedModel:
 
 
 def probe(loaded: LoadedModel, mode: str, loss: str = "ppo", budget: int = 10_000, **algorithm: Any) -> Probe:
-    settings = {"aggregation": mode, "loss": loss, "loss_constant": CONSTANT, "entropy_coef": 0.02}
-    settings |= {"clip_low": 0.2, "clip_high": 0.3, **algorithm}
+    settings: dict[str, Any] = {"aggregation": mode, "loss": loss, "entropy_coef": 0.02}
+    settings |= {"loss_constant": CONSTANT} if mode == "constant" else {}
+    settings |= {} if loss == "reinforce" else {"clip_low": 0.2, "clip_high": 0.3}
+    settings |= algorithm
     return make_learner(loaded, settings, Probe, micro_batch_tokens=budget)
 
 
