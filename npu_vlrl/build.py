@@ -58,8 +58,9 @@ class Parts:
     eval_sampling: Sampling
 
 
-def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
-    """Builds all parts; processes that they start, and the other ranks, end with `cleanup`.
+def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool) -> Parts:
+    """Builds all parts; processes that they start, and the other ranks, end with `cleanup`. `draws`: tasks of
+    `data.train` will be drawn.
 
     Raises ConfigError or HardwareError before anything expensive happens, as far as that can be known; and what
     `remote.RemoteEngine` raises when another rank cannot begin.
@@ -81,7 +82,8 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack) -> Parts:
     setting = make_setting(config, cleanup)
     with blaming("data"):
         train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
-        train_tasks.try_first()  # not after a model is loaded, and an evaluation played
+        if draws:
+            train_tasks.try_first()  # not after a model is loaded, and an evaluation played
         eval_tasks, eval_skipped = evaluation_tasks(config, setting.check_gold)
     world = join_engines(config, platform, cleanup) if started_processes() > 1 else None
     ranks = learning_ranks(world)

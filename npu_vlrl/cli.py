@@ -54,15 +54,11 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, SafetensorError) as error:
         if not is_full(error):
             raise
-        print(
-            f"npu-vlrl: the run failed: {printable(str(error))}: free some space, and go on with "
-            "run.if_exists=resume if it was a training",
-            file=sys.stderr,
-        )
-        return FAILED if started_processes() == 1 else leave(FAILED)
+        failure = f"{error}: free some space, and go on with run.if_exists=resume if it was a training"
     except (EngineError, LearnerError, PeerError, RolloutError, SyncError) as error:
-        print(f"npu-vlrl: the run failed: {printable(str(error))}", file=sys.stderr)
-        return FAILED if started_processes() == 1 else leave(FAILED)
+        failure = str(error)
+    print(f"npu-vlrl: the run failed: {printable(failure)}", file=sys.stderr)
+    return FAILED if started_processes() == 1 else leave(FAILED)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -56,3 +56,10 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Raises what `writing` raises."""
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def let_read(file: Path) -> None:
+    """Gives a file of safetensors, which writes for its owner alone, the rights that other files get."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)

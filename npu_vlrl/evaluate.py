@@ -30,7 +30,7 @@ def evaluate_only(config: Config) -> dict[str, float]:
         run_engine(config)
         return {}
     with ExitStack() as cleanup:
-        run = Run(config, cleanup)
+        run = Run(config, cleanup, draws=False)
         evaluation = Evaluation(config, run.parts, "evaluation0")
         folder = run.folder.path
         _remove_metrics(folder / "metrics.jsonl")

@@ -66,7 +66,7 @@ def train_only(config: Config, recorded: Path) -> None:
         "train": config.train.model_copy(update={"learners": 1, "shard": False, "offload": False, "staleness": 0}),
     }
     with ExitStack() as cleanup:
-        _learn_recorded(Run(config.model_copy(update=alone), cleanup), recorded)
+        _learn_recorded(Run(config.model_copy(update=alone), cleanup, draws=False), recorded)
 
 
 def _learn_recorded(run: Run, recorded: Path) -> None:

@@ -30,11 +30,12 @@ from npu_vlrl.workflow.export import export
 class Run:
     """Holds what a loop needs, so that the loop itself can stay short. Use it as a context."""
 
-    def __init__(self, config: Config, cleanup: ExitStack) -> None:
+    def __init__(self, config: Config, cleanup: ExitStack, draws: bool = True) -> None:
+        """`draws`: tasks of `data.train` will be drawn."""
         self.config = config
         check_installed(config.run.sinks)
         self.folder = RunFolder(config, cleanup)
-        self.parts: Parts = build(config, self.folder.path, cleanup)
+        self.parts: Parts = build(config, self.folder.path, cleanup, draws)
         self.console = ConsoleReport(config.train.steps, config.run.log_every)
         self.sinks = cleanup.enter_context(Sinks(config.run.sinks, self._opening, self.console.line))
         self.folder.begin()

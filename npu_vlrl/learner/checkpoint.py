@@ -25,9 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from npu_vlrl.disk import write_text, writing
+from npu_vlrl.disk import let_read, write_text, writing
 from npu_vlrl.learner.ranks import Ranks
-from npu_vlrl.model.folder import let_read
 
 Content = TypeVar("Content")
 Tensors = TypeVar("Tensors", bound=Mapping[str, Tensor])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from npu_vlrl.data.processor import ImageProcessor, write_pixel_limits
-from npu_vlrl.disk import writing
+from npu_vlrl.disk import let_read, writing
 from npu_vlrl.model.load import LoadedModel
 
 COPIED = (
@@ -65,13 +64,6 @@ def _write(loaded: LoadedModel, partial: Path, files: Mapping[str, str], adapter
         (partial / name).write_text(text, encoding="utf-8")
     for file in partial.glob("*.safetensors"):
         let_read(file)
-
-
-def let_read(file: Path) -> None:
-    """Gives a file of safetensors, which writes for its owner alone, the rights that other files get."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    file.chmod(0o666 & ~mask)
 
 
 def _keep_limits(folder: Path, processor: ImageProcessor) -> None:

@@ -84,6 +84,16 @@ def test_too_many_bad_rows_end_the_run_with_the_last_reason(tmp_path: Path, fold
     assert "bad.parquet: 7 of 20 rows were skipped" in at_start.refused()
 
 
+def test_an_evaluation_does_not_mind_the_training_data(tmp_path: Path, folder: Path) -> None:
+    """It draws none of them."""
+    values = {"train": {"path": str(folder / "bad.parquet"), "max_skip_share": 0.0}}
+    values["eval"] = {"path": str(folder / "good.parquet")}
+    source = config_file(tmp_path, data=values, reward={"options": {"choices": ["up", "down"]}})
+    done = program("eval", "--config", source, "--run-dir", tmp_path / "r", *SMALL)
+    assert (done.code, done.err) == (0, "")
+    assert "rows were skipped" in program("train", "--config", source, "--run-dir", tmp_path / "t", *SMALL).refused()
+
+
 def test_files_that_are_no_data(tmp_path: Path, folder: Path) -> None:
     good = folder / "good.parquet"
     broken, text = tmp_path / "broken.parquet", tmp_path / "rows.txt"
