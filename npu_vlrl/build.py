@@ -58,7 +58,7 @@ class Parts:
     eval_sampling: Sampling
 
 
-def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool) -> Parts:
+def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True) -> Parts:
     """Builds all parts; processes that they start, and the other ranks, end with `cleanup`. `draws`: tasks of
     `data.train` will be drawn.
 
