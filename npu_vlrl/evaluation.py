@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,6 +10,7 @@ from typing import Any
 
 from npu_vlrl.build import Parts
 from npu_vlrl.config import Config, ConfigError
+from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.report.results import TaskResult, task_result
 from npu_vlrl.report.run_folder import trajectory_record
 from npu_vlrl.rollout.collect import play
@@ -83,7 +83,7 @@ class Evaluation:
                 ids = batch.ids()
                 found = list(islice(lines, len(ids)))
                 # a line without its end was cut by a crash
-                records = [json.loads(line) for line in found if line.endswith(b"\n")]
+                records = [self._read(file, line) for line in found if line.endswith(b"\n")]
                 self._check(file, batch, ids, records)
                 if len(records) < len(ids):
                     break
@@ -93,6 +93,14 @@ class Evaluation:
                 raise ConfigError(f"run.dir: {file} holds more than these tasks; choose another run.dir")
         with file.open("r+b") as whole:
             whole.truncate(kept)
+
+    def _read(self, file: Path, line: bytes) -> dict[str, Any]:
+        try:
+            return read_record(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"run.dir: {file} holds a line that is no record ({error}); choose another run.dir"
+            ) from error
 
     def _check(self, file: Path, batch: Batch, ids: list[str], records: list[dict[str, Any]]) -> None:
         for index, (name, record) in enumerate(zip(ids, records, strict=False)):

@@ -48,7 +48,7 @@ async def _play(run: Run) -> None:
         run.folder.metrics(step, metrics)
         for message in (*rollout.errors, *rollout.judgements.messages()):
             run.console.line(f"step {step}: {message}")
-        run.console.step(step + 1, metrics)
+        run.console.step(step, metrics)
 
 
 def train_only(config: Config, recorded: Path) -> None:

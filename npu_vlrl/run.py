@@ -205,7 +205,7 @@ class Run:
         if run.show_every and step % run.show_every == 0:
             self.console.trajectory(trajectories[0])
             self.sinks.trajectory(step, trajectories[0])
-        self.console.step(step + 1, metrics, trajectories[0])
+        self.console.step(step, metrics, trajectories[0])
 
     def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
         """What went wrong since the last call."""

@@ -72,7 +72,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
             if end:
                 break
     if end:
-        raise ctrl_c.ended(f"after step {done}")
+        raise ctrl_c.ended(f"after {done} steps")
 
     run.save(config.train.steps, learner, rollouts.state())  # first: the evaluation can be played again
     run.evaluations["final"] = await run.evaluate("final", config.train.steps, ctrl_c.check)

@@ -327,7 +327,7 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     feedback: str | None = None
-    """What the model was told next, or would have been told."""
+    """The text of the message that the model was told next; None where the episode ended, or tools answered."""
     judge_error: str | None = None
     """Why the judge gave no verdict of its own; the answer then scored `reward.failed_reward`."""
     state: str | None = None

@@ -13,6 +13,7 @@ import numpy as np
 
 from npu_vlrl.config import ConfigError
 from npu_vlrl.report.evaluated import KINDS, read
+from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.report.results import TaskResult, divided
 from npu_vlrl.report.statistics import bootstrap_intervals, mcnemar_exact
 
@@ -153,8 +154,8 @@ def _records(folder: Path, results: Sequence[TaskResult]) -> Iterator[tuple[int,
     try:
         with (folder / "trajectories.jsonl").open("rb") as lines:
             for index, line in zip(numbers, lines, strict=True):
-                record = json.loads(line)
-                if record["task"] != results[index].task:
+                record = read_record(line)
+                if record.get("task") != results[index].task:
                     raise ValueError(f"{record['id']} stands where {results[index].task} was answered")
                 yield index, record
     except (OSError, ValueError) as error:
@@ -173,5 +174,5 @@ def _hashes(record: Mapping[str, Any]) -> Iterator[str]:
     for turn in record["turns"]:
         for segment in turn["new_context"]:
             yield from (image["hash"] for image in segment.get("images", ()))
-        for result in turn["tool_results"]:
-            yield from result["images"]
+        for result in turn.get("tool_results", ()):
+            yield from result.get("images", ())

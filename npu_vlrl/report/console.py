@@ -48,12 +48,13 @@ class ConsoleReport:
         self._dashboard.trouble(printable(text).replace("\n", " "))
         self.line(text)
 
-    def step(self, done: int, metrics: Mapping[str, float], trajectory: Trajectory | None = None) -> None:
-        """After each step: `done` of them are, and `trajectory` is one of the last, where any was played."""
-        self._dashboard.step(done, metrics, trajectory)
+    def step(self, step: int, metrics: Mapping[str, float], trajectory: Trajectory | None = None) -> None:
+        """After each step, numbered from 0 as in all records; `trajectory` is one of it, where any was played."""
+        done = step + 1
+        self._dashboard.step(step, metrics, trajectory)
         if self._live is None and done % self._log_every == 0:
             notes = [f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics]
-            self.line(f"step {done}/{self._steps}  " + "  ".join(notes))
+            self.line(f"step {step} ({done}/{self._steps})  " + "  ".join(notes))
 
     def trajectory(self, trajectory: Trajectory) -> None:
         """One episode, readable: who said what, and what it earned."""
@@ -70,7 +71,7 @@ class ConsoleReport:
                 lines.append(f"  {'state':9} | {_shown(turn.state)}")
             lines.append(f"  {'model':9} | {_shown(turn.text)}   {earned}")
             lines += [f"  {'tool':9} | {_shown(r.text, len(r.images))}" for r in turn.tool_results]
-            if turn is not trajectory.turns[-1] and turn.verdict is not None and turn.feedback:
+            if turn.verdict is not None and turn.feedback:
                 lines.append(f"  {'feedback':9} | {_shown(turn.feedback)}")
         tokens = dict.fromkeys(SegmentKind, 0)
         for segment in (*trajectory.turns[-1].context, trajectory.turns[-1].action) if trajectory.turns else ():

@@ -69,8 +69,9 @@ class Dashboard:
         self._last = self._evaluation = self._trouble = ""
         self._troubles = 0
 
-    def step(self, done: int, metrics: Mapping[str, float], trajectory: Trajectory | None) -> None:
-        self._done, self._metrics = done, dict(metrics)
+    def step(self, step: int, metrics: Mapping[str, float], trajectory: Trajectory | None) -> None:
+        """`step` counts from 0."""
+        self._done, self._metrics = step + 1, dict(metrics)
         self._last = "" if trajectory is None else outcome_line(trajectory)
         if "seconds" in metrics:
             self._seconds.append(metrics["seconds"])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from npu_vlrl.config import ConfigError
 
 
-def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file of JSON lines; none where there is no file. A last line that was cut is left out."""
+def read_lines(file: Path, read: Callable[[bytes], dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
+    """The records of a file of JSON lines; none where there is no file. A last line that was cut is left out.
+
+    `read` makes a record of a line, and raises ValueError for a line that is none; by default any object is one.
+    """
     if not file.is_file():
         return
     with file.open("rb") as lines:
@@ -19,6 +22,16 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return  # it is being written, or a crash cut it
             try:
-                yield json.loads(line)
+                yield (read or _read_object)(line)
             except ValueError as error:
-                raise ConfigError(f"{file}: line {number} is no JSON ({error}); mend or remove it") from error
+                raise ConfigError(f"{file}: line {number} is no record ({error}); mend or remove it") from error
+
+
+def _read_object(line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"an object is expected, got {type(value).__name__}")
+    return value

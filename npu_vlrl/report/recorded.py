@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image as PillowImage
 
+from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.types import (
     DataError,
     EpisodeStatus,
@@ -61,11 +61,10 @@ class Recorded:
         with self._file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    record = json.loads(line)
-                    trained = TRAINED.match(record["group"])
-                except (ValueError, KeyError, TypeError) as error:
+                    record = read_record(line)
+                except ValueError as error:
                     raise self._unusable(f"line {number}", error) from error
-                if trained:
+                if TRAINED.match(record["group"]):
                     yield record
 
     def _trajectory(self, record: dict[str, Any]) -> Trajectory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from npu_vlrl.config import WorkflowConfig
@@ -98,7 +98,7 @@ class VisionMultiTurnAgenticWorkflow:
             text = self._text(generation)
             step = await environment.step(text, turns)
             action = self._action(generation, step.reward, budget)
-            turns.append(_turn(conversation, action, text, step, state))
+            turns.append(_turn(conversation, action, text, step, state))  # feedback only once it is told
             if step.status is not None:
                 return step.status
             if len(turns) >= self.config.max_turns:
@@ -107,6 +107,7 @@ class VisionMultiTurnAgenticWorkflow:
             following = self.renderer.reply(conversation, turns[-1].action, new)
             if self._room(following) < 1:
                 return self._why_full(conversation, following)
+            turns[-1] = replace(turns[-1], feedback="\n".join(m.text for m in step.messages) or None)
             conversation = following
 
     def _text(self, generation: Generation) -> str:
@@ -164,7 +165,6 @@ class VisionMultiTurnAgenticWorkflow:
 
 
 def _turn(conversation: Conversation, action: Segment, text: str, step: Step, state: str | None) -> Turn:
-    told = "\n".join(message.text for message in step.messages) or None
     return Turn(
         conversation.context,
         action,
@@ -172,7 +172,6 @@ def _turn(conversation: Conversation, action: Segment, text: str, step: Step, st
         step.verdict,
         step.tool_calls,
         step.tool_results,
-        told,
-        step.judge_error,
-        state,
+        judge_error=step.judge_error,
+        state=state,
     )

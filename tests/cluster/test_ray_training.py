@@ -48,7 +48,7 @@ def test_learner_and_engine_on_two_machines_repeat_the_run_of_one_process(
     assert lines(tmp_path / "run", "trajectories.jsonl") == lines(alone, "trajectories.jsonl")
     assert same_weights(tmp_path / "run", alone)
     out = driver.out.read_text()
-    assert "sampling in engine 1 (rank 1, process " in out and "\nstep 4/4  reward " in out
+    assert "sampling in engine 1 (rank 1, process " in out and "\nstep 3 (4/4)  reward " in out
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []  # no mark is left
 
 
@@ -81,7 +81,7 @@ def test_ctrl_c_reaches_the_learner_and_ends_all(tmp_path: Path) -> None:
     assert list(ranks(tmp_path)) == []
     said = driver.err.read_text()
     assert "stopping; Ctrl-C again kills all" in said and "starting all again" not in said
-    assert re.search(r"ended after step \d+, as Ctrl-C asked for", said)  # the learner's own word
+    assert re.search(r"ended after \d+ steps, as Ctrl-C asked for", said)  # the learner's own word
 
 
 def test_bad_input_is_said_once_and_not_tried_again(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_mistakes_are_refused(run: Path, tmp_path: Path) -> None:
     broken.mkdir()
     (broken / "images").symlink_to(run / "images")
     (broken / "trajectories.jsonl").write_text("{}\n")
-    assert "line 1 cannot be used (KeyError: 'group')" in refused("--debug-train-only", broken)
+    assert "line 1 cannot be used (ValueError: step: Field required)" in refused("--debug-train-only", broken)
     (broken / "trajectories.jsonl").write_text("")
     assert "has no recorded step below train.steps=3" in refused("--debug-train-only", broken)
 

@@ -102,7 +102,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = len(steps_of(folder / "run"))
     assert 3 <= done < STEPS
     ended = (
-        rf"npu-vlrl: ended (after step {done}|in an evaluation), as Ctrl-C asked for; go on with run\.if_exists=resume"
+        rf"npu-vlrl: ended (after {done} steps|in an evaluation), as Ctrl-C asked for; go on with run\.if_exists=resume"
     )
     assert re.search(ended, output)
     newest = latest(folder / "run" / "checkpoints")

@@ -48,14 +48,16 @@ def test_geo3k_from_conversion_to_resume(tmp_path: Path) -> None:
 
     done = program(*command, "train.steps=2")
     assert (done.code, done.err) == (0, "")
-    assert "step 2/2" in done.out and f"run folder: {run}" in done.out
+    assert "step 1 (2/2)" in done.out and f"run folder: {run}" in done.out
     assert "Put your final answer in \\\\boxed{}" in done.out  # the judge's feedback, in the sampled trajectory
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
     first = records(run, "metrics.jsonl")
 
     again = program(*command, "train.steps=3", "run.if_exists=resume")
     assert (again.code, again.err) == (0, "")
-    assert "after 2 steps" in again.out and "step 3/3" in again.out and "baseline" not in again.out.split("before")[0]
+    assert (
+        "after 2 steps" in again.out and "step 2 (3/3)" in again.out and "baseline" not in again.out.split("before")[0]
+    )
     metrics = records(run, "metrics.jsonl")
     assert metrics[: len(first) - 1] == first[:-1]  # all but the first run's final evaluation, which is repeated
     trained = [m for m in metrics if "loss" in m or "reward" in m]

@@ -48,9 +48,9 @@ def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_steps_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with ConsoleReport(10, log_every=2) as report:
-        for done in (3, 4, 5):
-            report.step(done, {"reward": 0.5, "seconds": 1.25, "unknown": 9.0}, episode())
-    assert shown(capsys).rstrip() == "step 4/10  reward 0.5  seconds 1.25"
+        for step in (2, 3, 4):
+            report.step(step, {"reward": 0.5, "seconds": 1.25, "unknown": 9.0}, episode())
+    assert shown(capsys).rstrip() == "step 3 (4/10)  reward 0.5  seconds 1.25"
 
 
 def test_a_run_does_not_end_with_the_pipe_that_shows_it() -> None:

@@ -37,8 +37,8 @@ def shown(dashboard: Dashboard, width: int = 100, encoding: str = "utf-8") -> li
 
 def filled(metrics: Mapping[str, float] = METRICS, steps: int = 3) -> Dashboard:
     dashboard = Dashboard(10)
-    for done in range(1, steps + 1):
-        dashboard.step(done, metrics, episode())
+    for step in range(steps):
+        dashboard.step(step, metrics, episode())
     return dashboard
 
 
@@ -108,5 +108,5 @@ def test_ascii_is_enough() -> None:
 def test_half_a_training_has_less_to_tell() -> None:
     """No episode where recorded ones are trained on, and maybe no clock."""
     dashboard = Dashboard(2)
-    dashboard.step(1, {"reward": 0.5}, None)
+    dashboard.step(0, {"reward": 0.5}, None)
     assert [line.split()[0] for line in shown(dashboard)] == ["training", "reward"]

@@ -22,9 +22,9 @@ metrics = {"reward": 0.5, "first_try_accuracy": 0.25, "solved": 0.5, "turns": 2.
 metrics["rollout_seconds"] = 0.05
 with ConsoleReport(4) as report:
     report.line("a platform")
-    for done in range(1, 5):
-        report.step(done, metrics, trajectory)
-        if done == 2:
+    for step in range(4):
+        report.step(step, metrics, trajectory)
+        if step == 1:
             report.trouble("step 1: RESIZE " + "long " * 40)
         time.sleep(0.4)  # two drawings a second
     report.line("after all")
@@ -87,9 +87,9 @@ def test_a_dumb_terminal_gets_lines() -> None:
     found = shown(120, 40, TERM="dumb")
     assert found.code == 0 and "\x1b" not in found.written
     assert [line.split("  ")[0] for line in found.screen if line.startswith("step ")] == [
-        *("step 1/4", "step 2/4"),
+        *("step 0 (1/4)", "step 1 (2/4)"),
         "step 1: RESIZE " + ("long " * 40).strip(),
-        *("step 3/4", "step 4/4"),
+        *("step 2 (3/4)", "step 3 (4/4)"),
     ]
 
 

@@ -15,9 +15,11 @@ from tests.support.recorded import run_folder
 
 
 def record(step: int, right: str, said: str, group: str = "step{}/0/x", **changes: Any) -> dict[str, Any]:
-    turns = [{"text": "<answer>1</answer>"}, {"text": said}]
+    action = {"kind": "action", "token_ids": []}
+    turns = [{"text": text, "new_context": [], "action": action} for text in ("<answer>1</answer>", said)]
     return {
         "step": step,
+        "id": f"{group.format(step)}/0",
         "group": group.format(step),
         "data_source": "rotation",
         "answer": right,
@@ -38,7 +40,7 @@ def test_the_last_answer_of_training_episodes_is_read(tmp_path: Path) -> None:
         record(1, "10", "<answer>10</answer>", "final{}.0/0/x"),
         record(1, "left", "<answer>10</answer>", data_source="photo"),
         record(1, "10", "", turns=[]),
-        {"step": 2, "id": "of a version that recorded less"},
+        {"step": 2, "id": "of a version that recorded less", "group": "step2/0/x"},
     ]
     angles = read_angles([run_folder(tmp_path / "a", trajectories=records)])
     assert np.array([angles.step, angles.right, angles.predicted]).tolist() == [[0, 1], [90, 10], [330, 45]]

@@ -32,7 +32,7 @@ def test_a_cut_last_line_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -
     file.write_bytes(b'{"step": 0}\n{"step": 1, "text": "\xe2\x80\xa8"}\n{"step": 2, "rew')
     assert [line["step"] for line in read_lines(file)] == [0, 1]  # U+2028 ends no line
     file.write_bytes(b'{"step": 0}\n{"step"\n')
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is no JSON"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is no record"):
         list(read_lines(file))
     assert list(read_lines(tmp_path / "none.jsonl")) == []
 

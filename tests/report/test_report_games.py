@@ -62,7 +62,7 @@ def test_turns_are_recorded_with_state_terms_what_was_said_and_what_was_told(tmp
             "1 of 5, goal 4",
             {"reward": -0.5, "solved": False, "terms": {"toll": -0.5, "goal": 0.0, "format": 0.0}},
             {"answer": "Left", "thoughts": {}, "right": False},
-            f"Done: Left. Write {form}\n",
+            None,  # the episode ended with it
         ),
     ]
     shown = [image["hash"] for turn in record["turns"] for s in turn["new_context"] for image in s.get("images", [])]

@@ -199,7 +199,7 @@ def test_records_hold_every_token_and_every_picture(tmp_path: Path) -> None:
     (result,) = looked["tool_results"]
     assert result == {"text": "Image 1 is what you see.", "images": [HIDDEN.hash], "error": False}
     assert wrong["verdict"] == {"reward": 0.1, "solved": False, "terms": {"format": 0.1}}
-    assert (wrong["feedback"], right["feedback"], right["judge_error"]) == ("No. Try again.", "well", None)
+    assert (wrong["feedback"], right["feedback"], right["judge_error"]) == ("No. Try again.", None, None)
     shown = [image for turn in record["turns"] for s in turn["new_context"] for image in s.get("images", [])]
     assert [image["grid"] for image in shown] == [[1, 2, 2], [1, 4, 4]]
     assert pictures_of(run) == {image["hash"] for image in shown}
@@ -254,8 +254,9 @@ def test_a_failed_trajectory_is_recorded_with_its_message(tmp_path: Path) -> Non
 
 def test_half_a_surrogate_in_a_users_feedback_is_written_as_its_escape(tmp_path: Path) -> None:
     run = opened(tmp_path / "r")
-    done = episode(Verdict(1.0, True, feedback="half \ud83d"))
-    run.trajectories(0, [done], {})
+    done = episode(Verdict(1.0, True))
+    turns = (*done.turns[:1], dataclasses.replace(done.turns[1], feedback="half \ud83d"), *done.turns[2:])
+    run.trajectories(0, [dataclasses.replace(done, turns=turns)], {})
     assert lines(run, "trajectories.jsonl")[0]["turns"][1]["feedback"] == "half \ud83d"
 
 
@@ -289,8 +290,8 @@ def test_rewind_leaves_what_it_keeps_in_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "message"),
     [
-        ("metrics.jsonl", "garbage", r"line 2 is no JSON \(.*\); mend or remove it"),
-        ("metrics.jsonl", '{"step": 0, "a": 1.', r"line 2 is no JSON \(.*\); mend or remove it"),
+        ("metrics.jsonl", "garbage", r"line 2 is no record \(.*\); mend or remove it"),
+        ("metrics.jsonl", '{"step": 0, "a": 1.', r"line 2 is no record \(.*\); mend or remove it"),
         ("metrics.jsonl", '{"a": 1.0}', "line 2 does not begin with its step; mend or remove it"),
         ("trajectories.jsonl", "garbage", "line 2 does not begin with its step; mend or remove it"),
     ],

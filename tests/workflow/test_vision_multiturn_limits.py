@@ -85,7 +85,8 @@ def test_feedback_enters_when_it_leaves_room_for_a_token(room: int, turns: int) 
     script = Script(["down", cut("u")])
     episode = play(workflow(Verdicts([WRONG, WRONG]), context_tokens=context, turn_tokens=8), script, TASK)
     assert (episode.status, len(episode.turns)) == (EpisodeStatus.CONTEXT_FULL, turns)
-    assert episode.turns[-1].feedback == "No. Try again."
+    told = ["No. Try again."] * (turns - 1)
+    assert [turn.feedback for turn in episode.turns] == [*told, None]
     if turns == 2:
         assert script.params[1].max_new_tokens == 1
 

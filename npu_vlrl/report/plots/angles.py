@@ -15,6 +15,7 @@ from npu_vlrl.report.lines import read_lines
 from npu_vlrl.report.plots.curves import color_of
 from npu_vlrl.report.plots.runs import Group
 from npu_vlrl.report.plots.style import BELOW, COLUMN, GREY
+from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.workflow.rewards.angle import read_angle
 from npu_vlrl.workflow.rewards.tagged import last_tag
 
@@ -37,7 +38,7 @@ def read_angles(folders: Sequence[Path]) -> Angles:
     trained: list[tuple[int, float, float]] = []
     evaluated: list[tuple[int, float, float]] = []
     for folder in folders:
-        for record in read_lines(folder / "trajectories.jsonl"):
+        for record in read_lines(folder / "trajectories.jsonl", read_record):
             if record.get("data_source") == DATA_SOURCE and record.get("turns") and record.get("answer"):
                 right, content = read_angle(record["answer"]), last_tag(record["turns"][-1]["text"])
                 predicted = None if content is None else read_angle(content)

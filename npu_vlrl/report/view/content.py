@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from npu_vlrl.model.tokens import IMAGE
+from npu_vlrl.report.record_schema import PER_TOKEN
 from npu_vlrl.report.view.pictures import Pictures
 from npu_vlrl.report.view.tokens import TokenTexts
 
 BEGIN = "<|im_start|>"
-
-VALUES = ("logprobs", "weight_versions", "advantages", "learner_logprobs", "entropy")
-"""Arrays of an action, a number for each token; older runs lack some."""
 
 KEPT = (
     "step",
@@ -81,7 +79,7 @@ class Content:
             "pieces": self._tokens and self._tokens.pieces(action["token_ids"]),
             "stop": action.get("stop_reason"),
             "reward": action.get("reward"),
-            "values": {name: action[name] for name in VALUES if name in action},
+            "values": {name: action[name] for name in PER_TOKEN if name in action},
             "tool_results": [
                 {**result, "images": [self._picture(name, None) for name in result.get("images", [])]}
                 for result in turn.get("tool_results", [])

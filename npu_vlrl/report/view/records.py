@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +10,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 from yaml import YAMLError
 
 from npu_vlrl.config import ConfigError, WorkflowConfig
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.report.view.content import Content
 from npu_vlrl.report.view.pictures import Pictures
 from npu_vlrl.report.view.tokens import find_tokenizer
@@ -43,6 +45,7 @@ class RunRecords:
                 f"{folder} has no trajectories.jsonl; name the folder of a run whose run.record_every is above 0"
             )
         self._config = _read_config(folder / "config.yaml")
+        self._workflow = _reward_settings(self._config)
         self.pictures = Pictures(folder / "images")
         self._tokens = find_tokenizer([path for path in self._model_folders() if path.is_dir()])
         self._patch = self._patch_size()
@@ -73,8 +76,8 @@ class RunRecords:
                     break
                 start, self._end = self._end, self._end + len(line)
                 try:
-                    row = self._row(json.loads(line))
-                except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
+                    row = self._row(read_record(line))
+                except ValueError:
                     self.unreadable += 1
                     continue
                 self._places.append((start, len(line)))
@@ -105,7 +108,7 @@ class RunRecords:
         with self._file.open("rb") as file:
             for start, length in self._places[number * PAGE : (number + 1) * PAGE]:
                 file.seek(start)
-                yield json.loads(file.read(length))
+                yield read_record(file.read(length))
 
     def _still_there(self, file: Any) -> bool:
         start, length = self._places[-1]
@@ -116,7 +119,7 @@ class RunRecords:
         turns = record.get("turns", [])
         stops = list(dict.fromkeys(turn["action"].get("stop_reason") for turn in turns))
         shown = [image["hash"] for turn in turns for s in turn["new_context"] for image in s.get("images", [])]
-        words = re.match("[a-z]*", str(record["group"]))
+        words = re.match("[a-z]*", record["group"])
         return [
             record["step"],
             record["id"],
@@ -139,28 +142,24 @@ class RunRecords:
         ]
 
     def _reward(self, turns: list[dict[str, Any]]) -> float | None:
-        """That of the episode, by the rule that it was trained with."""
+        """That of the episode, by the rule that it was trained with; None where it is not known."""
         rewards = [turn["action"].get("reward") for turn in turns]
-        if None in rewards:
-            return None
         verdicts = [(turn.get("verdict") or {}).get("reward") for turn in turns]
-        return round(
-            trajectory_reward(rewards, verdicts, self._setting("reward_mode"), self._setting("turn_discount")), 6
-        )
-
-    def _setting(self, name: str) -> Any:
-        """Of `workflow`; the default where a config.yaml does not tell."""
-        return (self._config.get("workflow") or {}).get(name, WorkflowConfig.model_fields[name].default)
+        known = [reward for reward in rewards if reward is not None]
+        if len(known) < len(rewards):
+            return None
+        found = trajectory_reward(known, verdicts, self._workflow.reward_mode, self._workflow.turn_discount)
+        return round(found, 6) if math.isfinite(found) else None
 
     @property
     def model(self) -> str:
-        return str((self._config.get("model") or {}).get("path", ""))
+        return str(_section(self._config, "model").get("path", ""))
 
     def _model_folders(self) -> list[Path]:
         """Where tokenizer and image processor may be, best first; a comparison names the run that it comes from."""
-        origin = (self._config.get("run") or {}).get("dir")
+        origin = _section(self._config, "run").get("dir")
         found: list[Path] = []
-        for folder in (self.folder, *([Path(origin)] if origin else [])):
+        for folder in (self.folder, *([Path(origin)] if isinstance(origin, str) else [])):
             found += [folder / "export", folder / "warm_start", *sorted((folder / "model").glob("*/"))]
         return found + ([Path(self.model)] if self.model else [])
 
@@ -182,3 +181,17 @@ def _read_config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, YAMLError, OmegaConfBaseException):
         return {}
     return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _reward_settings(config: dict[str, Any]) -> WorkflowConfig:
+    """How episodes are rewarded; as by default where a config.yaml does not tell, or tells what nobody knows."""
+    told = _section(config, "workflow")
+    try:
+        return WorkflowConfig(**{key: told[key] for key in ("reward_mode", "turn_discount") if key in told})
+    except ValidationError:
+        return WorkflowConfig()
