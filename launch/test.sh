@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Checks style and types, and runs all tests on the CPU:           bash launch/test.sh
 # Runs chosen tests only:                                           bash launch/test.sh tests/data -q
+# The inner loop, below three minutes: style, types, configuration,
+# workflow, alignment of one model family:                          bash launch/test.sh --fast [pytest's arguments]
 # The NPU path: the real torch_npu on a stand-in for CANN (x86_64): bash launch/test.sh --npu [pytest's arguments]
 # The Triton kernels: interpreted, and compiled for an NPU (x86_64): bash launch/test.sh --triton [pytest's arguments]
 # The engine on the real vLLM, on a CPU (x86_64):                   bash launch/test.sh --vllm [pytest's arguments]
@@ -91,10 +93,18 @@ case "${1:-}" in
 esac
 
 prepare_tests .venv requirements-cpu.txt
-add .venv requirements-ray.txt
 export NPU_VLRL_PLATFORM=cpu
 run() { .venv/bin/python -m "$@"; }
 
+if [[ ${1:-} == --fast ]]; then
+    run ruff check .
+    run ruff format --check .
+    run pytest -q -n 2 tests/test_types.py tests/test_config.py tests/workflow tests/alignment \
+        -k 'not alignment or qwen2_5_vl' "${@:2}"
+    exit
+fi
+
+add .venv requirements-ray.txt
 if (($#)); then
     run pytest "$@"
 else

@@ -141,6 +141,12 @@ def test_chosen_tests_run_without_the_checks(checkout: Checkout) -> None:
     assert "--cov-fail-under=90" in asked[-1]
 
 
+def test_the_inner_loop_chooses_tests_and_takes_more_arguments(checkout: Checkout) -> None:
+    _, asked, *_ = checkout.run("test.sh", "--fast", "-x")
+    assert [" ".join(line.split()[1:3]) for line in asked[-3:]] == ["ruff check", "ruff format", "pytest -q"]
+    assert asked[-1].endswith("tests/alignment -k not alignment or qwen2_5_vl -x")
+
+
 def test_the_sinks_have_a_folder_of_their_own_packages(checkout: Checkout) -> None:
     _, asked, *_ = checkout.run("test.sh", "--sinks", "-x")
     assert asked[0] == "-m venv --clear .venv"
