@@ -172,7 +172,7 @@ def _extra(record: Mapping[str, Any], where: str) -> dict[str, Any]:
         for key, value in values.items()
         if value is not None  # tables fill absent keys with null
     }
-    if not isinstance(extra.get("id"), (str, int, type(None))):
+    if not isinstance(extra.get("id"), (str, int, type(None))) or isinstance(extra.get("id"), bool):
         raise DataError(f"{where}, extra_info.id: expected str or int, got {extra['id']!r:.60}; change its type")
     return extra
 
@@ -238,7 +238,7 @@ def _only(value: Mapping[str, Any], known: tuple[str, ...], where: str, field: s
         if key in _LIMITS:
             remedy = "pictures have no limits of their own; set model.min_pixels and model.max_pixels, or resize it"
         else:
-            remedy = _REMEDIES.get(key, f"nothing uses it, only {' and '.join(known)}; remove the key")
+            remedy = _REMEDIES.get(key, f"nothing uses it, only {' and '.join(known)}; rename or remove the key")
         raise DataError(f"{where}, {field}.{key}: {remedy}")
 
 

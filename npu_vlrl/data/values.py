@@ -32,8 +32,6 @@ class WrittenFloat(float):
 
     def __new__(cls, written: str) -> WrittenFloat:
         number = super().__new__(cls, written)
-        if math.isinf(number):
-            raise ValueError(f"the number {written:.40} is larger than any float")
         number.written = written
         return number
 
@@ -168,6 +166,8 @@ def as_json(value: Any, where: str) -> Any:
         return bool(value)
     if isinstance(value, np.integer):
         return int(value)
+    if isinstance(value, WrittenFloat) and math.isinf(value):
+        raise DataError(f"{where}: the number {value.written:.40} is larger than any float; write it as a text")
     if isinstance(value, float | np.floating):
         return float(str(value))
     if isinstance(value, Decimal):

@@ -182,6 +182,7 @@ BAD = {
     "gold tab": (row(reward_model={"ground_truth": "\theta"}), "ground_truth: .*U\\+0009"),
     "gold null byte": (row(reward_model={"ground_truth": "1\0"}), "ground_truth: .*null byte"),
     "extra type": (row(extra_info="x"), "extra_info: expected dict, got str"),
+    "extra id bool": (row(extra_info={"id": True}), "extra_info.id: expected str or int"),
     "extra id": (row(extra_info={"id": [1]}), "extra_info.id: expected str or int"),
     "extra type inside": (
         row(extra_info={"a": [object()]}),
@@ -206,11 +207,11 @@ BAD = {
         r"prompt\[0\].tool_calls: write the calls into its content",
     ),
     "thought": (message(reasoning_content="hm"), r"prompt\[0\].reasoning_content: write it into its content"),
-    "name": (message(name="Ann"), r"prompt\[0\].name: nothing uses it, only role and content; remove the key"),
+    "name": (message(name="Ann"), r"prompt\[0\].name: nothing uses it, only role and content; rename or remove"),
     "weight": (message(weight=0), r"prompt\[0\].weight: nothing uses it"),
     "limit of a part": (part(max_pixels=50176), r"content\[0\].max_pixels: pictures have no limits of their own"),
     "side of a part": (part(resized_width=280), r"content\[0\].resized_width: pictures have no limits"),
-    "key of a part": (part(detail="low"), r"content\[0\].detail: nothing uses it, only type and image; remove"),
+    "key of a part": (part(detail="low"), r"content\[0\].detail: nothing uses it, only type and image; rename"),
     "text of an image part": (part(text="Look!"), r"content\[0\].text: nothing uses it, only type and image"),
     "image of a text part": (
         content([{"type": "text", "text": "q", "image": "a.png"}]),

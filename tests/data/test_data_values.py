@@ -75,16 +75,11 @@ def test_numbers_that_cannot_be_written_out(number: Any) -> None:
         number_text(number)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"a": 1, "b": {"c": 1, "c": 1}}', "the key 'c' stands twice"),
-        ('{"a": 1e400}', "1e400 is larger than any float"),
-    ],
-)
-def test_json_that_would_lose_something(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        parse_json(text)
+def test_json_that_would_lose_something() -> None:
+    with pytest.raises(ValueError, match="the key 'c' stands twice"):
+        parse_json('{"a": 1, "b": {"c": 1, "c": 1}}')
+    with pytest.raises(DataError, match="x.a: the number 1e400 is larger than any float"):
+        as_json(parse_json('{"a": 1e400}'), "x")
 
 
 def column(storage: pa.DataType, kind: pa.DataType, value: int) -> pa.Array:
