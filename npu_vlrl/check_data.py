@@ -31,7 +31,7 @@ SHOWN = 20
 
 @dataclass
 class Found:
-    """In one source of tasks."""
+    """Content and faults of one source of tasks."""
 
     name: str
     allowed: float
@@ -49,7 +49,7 @@ class Found:
     unused: Counter[str] = field(default_factory=Counter)
     """Rows with a column or field that no task is made of, by its name."""
     ends: str | None = None
-    """Where bad rows would end a run, though the whole file has no more than `allowed`."""
+    """Where bad rows would end a run, in the order in which it reads them."""
 
     @property
     def rows(self) -> int:
@@ -76,7 +76,7 @@ class Found:
             yield f"  {self.ends}"
 
     def ignored(self) -> Iterator[str]:
-        """What was seen and is not used, or is not as its owner may think."""
+        """Lines about parts of the source that have no effect, or not the one that their owner may expect."""
         if self.unused:
             yield "no task is made of: " + ", ".join(f"{name} {count}" for name, count in self.unused.most_common())
         if self.replaced:
@@ -123,7 +123,7 @@ def _tasks(tasks: TaskSource, source: SourceConfig, limit: int | None, found: Fo
 
 
 def _end(tasks: TaskSource, config: Config, key: str, share: float) -> str | None:
-    """Bad rows that come together end a run earlier than their share of the file."""
+    """Where a run would end: bad rows that come together may end it, though their share of the file is allowed."""
     runs: dict[str, int | None] = {}
     if key == "data.train":
         runs["a training"] = tasks.ends_after(share)
