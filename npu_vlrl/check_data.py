@@ -14,8 +14,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from npu_vlrl.build import Setting, make_setting, new_workflow, task_source
+from npu_vlrl.build import make_setting, new_workflow, task_source
 from npu_vlrl.config import Config, SourceConfig
+from npu_vlrl.data.source import TaskSource
 from npu_vlrl.model.load import load_model
 from npu_vlrl.processes import blaming
 from npu_vlrl.types import DataError, Task
@@ -30,7 +31,7 @@ SHOWN = 20
 
 @dataclass
 class Found:
-    """In one source of tasks."""
+    """Content and faults of one source of tasks."""
 
     name: str
     allowed: float
@@ -42,6 +43,13 @@ class Found:
     """Of each usable task's prompt, its pictures included."""
     pictures: list[int] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
+    ids: Counter[str] = field(default_factory=Counter)
+    replaced: int = 0
+    """Tasks whose system message `workflow.system_prompt` replaces."""
+    unused: Counter[str] = field(default_factory=Counter)
+    """Rows with a column or field that no task is made of, by its name."""
+    ends: str | None = None
+    """Where bad rows would end a run, in the order in which it reads them."""
 
     @property
     def rows(self) -> int:
@@ -49,7 +57,7 @@ class Found:
 
     @property
     def good_enough(self) -> bool:
-        return self.usable > 0 and len(self.faults) <= self.allowed * self.rows
+        return self.usable > 0 and len(self.faults) <= self.allowed * self.rows and self.ends is None
 
     def lines(self, context_tokens: int) -> Iterator[str]:
         yield f"{self.name}: {self.rows} rows, {self.usable} usable"
@@ -64,6 +72,18 @@ class Found:
             yield f"  {reason if where in reason else f'{where}: {reason}'}"
         if len(self.faults) > SHOWN:
             yield f"  and {len(self.faults) - SHOWN} more"
+        if self.ends is not None:
+            yield f"  {self.ends}"
+
+    def ignored(self) -> Iterator[str]:
+        """Lines about parts of the source that have no effect, or not the one that their owner may expect."""
+        if self.unused:
+            yield "no task is made of: " + ", ".join(f"{name} {count}" for name, count in self.unused.most_common())
+        if self.replaced:
+            yield f"system messages that workflow.system_prompt replaces: {self.replaced}"
+        shared = [name for name, count in self.ids.items() if count > 1]
+        if shared:
+            yield f"ids that several rows have: {len(shared)}, such as {shared[0]}; extra_info.id should differ"
 
 
 def check(config: Config, limit: int | None = None) -> Iterator[Found]:
@@ -82,14 +102,18 @@ def check(config: Config, limit: int | None = None) -> Iterator[Found]:
         for key, source in sources.items():
             if source is not None:
                 found = Found(f"{key} ({source.path or source.generator})", source.max_skip_share)
-                runner.run(_look(_tasks(config, source, setting, limit, found), workflow, found))
+                lenient = source.model_copy(update={"max_skip_share": 1.0})  # all faults are wanted
+                with blaming("data"):
+                    tasks = task_source(lenient, config, config.train.seed, setting.check_gold)
+                judged = config.reward.rule == "benchmark" and not config.environment.is_game
+                runner.run(_look(_tasks(tasks, source, limit, found), workflow, judged, found))
+                if source.path is not None:
+                    found.unused = tasks.unused(found.rows)
+                    found.ends = None if limit else _end(tasks, config, key, source.max_skip_share)
                 yield found
 
 
-def _tasks(config: Config, source: SourceConfig, setting: Setting, limit: int | None, found: Found) -> Iterator[Task]:
-    lenient = source.model_copy(update={"max_skip_share": 1.0})  # all faults are wanted
-    with blaming("data"):
-        tasks = task_source(lenient, config, config.train.seed, setting.check_gold)
+def _tasks(tasks: TaskSource, source: SourceConfig, limit: int | None, found: Found) -> Iterator[Task]:
     try:
         yield from islice(tasks.all(), limit or (None if source.path is not None else GENERATED))
     except DataError:  # no row is usable
@@ -98,13 +122,35 @@ def _tasks(config: Config, source: SourceConfig, setting: Setting, limit: int | 
     found.faults |= tasks.skipped
 
 
-async def _look(tasks: Iterator[Task], workflow: VisionMultiTurnAgenticWorkflow, found: Found) -> None:
-    for task in tasks:
+def _end(tasks: TaskSource, config: Config, key: str, share: float) -> str | None:
+    """Where a run would end: bad rows that come together may end it, though their share of the file is allowed."""
+    runs: dict[str, int | None] = {}
+    if key == "data.train":
+        runs["a training"] = tasks.ends_after(share)
+    if key == "data.eval" or config.data.eval is None:
+        runs["an evaluation"] = tasks.ends_after(share, config.evaluation.tasks)
+    for who, rows in runs.items():
+        if rows is not None:
+            return f"{who} would end after {rows} rows, of which too many cannot be used; max_skip_share is {share}"
+    return None
+
+
+async def _look(tasks: Iterator[Task], workflow: VisionMultiTurnAgenticWorkflow, judged: bool, found: Found) -> None:
+    """`judged`: an empty answer is judged, too, for a rule that reads more of a task than its gold answer."""
+    for number, task in enumerate(tasks):
         try:
-            _, conversation = await workflow.begin(task)
+            environment, conversation = await workflow.begin(task)
+            if judged:
+                step = await environment.step("", ())
+                if step.judge_error is not None:
+                    raise DataError(step.judge_error)
         except (DataError, ValueError) as error:
-            found.faults[task.id] = str(error)
+            name = task.id if task.id not in found.faults else f"{task.id} (task {number})"
+            found.faults[name] = str(error)
             continue
+        finally:
+            found.ids[task.id] += 1
+        found.replaced += workflow.config.system_prompt is not None and any(m.role == "system" for m in task.messages)
         found.usable += 1
         found.tokens.append(conversation.n_tokens)
         found.pictures.append(sum(len(segment.images) for segment in conversation.context))

@@ -53,12 +53,15 @@ def _check(options: argparse.Namespace) -> int:
 
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {options.limit}")
-    config, good = load(options), True
+    config, sources = load(options), []
     for found in check(config, options.limit):
+        sources.append(found)
         for line in found.lines(config.workflow.context_tokens):
             print(printable(line), flush=True)
-        good = good and found.good_enough
-    return DONE if good else BAD_INPUT
+    for found in sources:
+        for line in found.ignored():
+            print(printable(f"{found.name}: {line}"), flush=True)
+    return DONE if all(found.good_enough for found in sources) else BAD_INPUT
 
 
 def _geo3k(options: argparse.Namespace) -> None:

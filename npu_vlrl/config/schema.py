@@ -131,7 +131,7 @@ class WorkflowConfig(Section):
     feedback: str = "Your answer is not right. Look again, find the mistake and try again."
     """What the model is told after an answer that is retried, unless the judge gives its own feedback."""
     system_prompt: str | None = None
-    """Replaces the system message of the task; null keeps it."""
+    """Replaces the system message of the task, which must hold no image; null keeps it."""
     tools: tuple[str, ...] = ()
     """Registered names, or `path/to/file.py:function`."""
     describe_tools: bool = True

@@ -6,9 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from npu_vlrl.config import ColumnsConfig
+from npu_vlrl.data.files import given
 from npu_vlrl.types import DataError
 
 IMAGE_TAG = "<image>"
+
+
+USED = ("data_source", "prompt", "images", "reward_model", "extra_info")
+"""Columns of verl's schema that a task is made of."""
+
+REFUSED = {
+    "videos": "videos are not supported; remove them or give their frames as images",
+    "audios": "sounds are not supported; remove them",
+    "tools": "a row brings no tools; name those of all rows in workflow.tools, and remove the column",
+    "image": "nothing uses it, so the model would be blind; name the column `images`, or set columns.images=image",
+}
+"""Columns whose content would change what the policy sees, and that no task is made of."""
+
+
+def used_columns(columns: ColumnsConfig | None) -> frozenset[str]:
+    """Names of a file's columns that tasks are made of."""
+    if columns is None:
+        return frozenset(USED)
+    renamed = {"prompt": columns.prompt, "images": columns.images, "reward_model": columns.answer}
+    return frozenset(renamed.get(name) or name for name in USED)
 
 
 def as_verl(record: Mapping[str, Any], columns: ColumnsConfig, where: str, data_source: str) -> dict[str, Any]:
@@ -17,7 +38,8 @@ def as_verl(record: Mapping[str, Any], columns: ColumnsConfig, where: str, data_
     A prompt that is a text is one message of the user. Where no text has an `<image>`, the pictures come before the
     first. `data_source` is for rows without one. Raises DataError for a column that the row lacks.
     """
-    row = dict(record)
+    taken = {*used_columns(columns), *REFUSED} - ({"image"} if columns.images is not None else set())
+    row = {name: record[name] for name in (*USED, *REFUSED) if name in record and name in taken}
     prompt = _column(record, "prompt", columns.prompt, where)
     row["prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if columns.images is not None:
@@ -34,10 +56,11 @@ def as_verl(record: Mapping[str, Any], columns: ColumnsConfig, where: str, data_
 
 
 def _column(record: Mapping[str, Any], key: str, column: str, where: str) -> Any:
-    if record.get(column) is None:
-        there = ", ".join(name for name, value in record.items() if value is not None)
+    value = record.get(column)
+    if value is None:
+        there = ", ".join(given(record))
         raise DataError(f"{where}, {column}: missing, and columns.{key} names it; it has {there}; name one of these")
-    return record[column]
+    return value
 
 
 def _show_first(row: dict[str, Any]) -> None:

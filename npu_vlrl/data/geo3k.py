@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import random
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from npu_vlrl.data.columns import IMAGE_TAG
-from npu_vlrl.data.records import control_character, read_records, written_schema
+from npu_vlrl.data.files import read_records
+from npu_vlrl.data.records import control_character, written_schema
 from npu_vlrl.types import DataError
 
 INSTRUCTION = "Think step by step and put the final answer in \\boxed{}."
@@ -70,7 +72,7 @@ def convert(source: Path, out: Path, eval_share: float, seed: int) -> dict[str, 
     return counts | {"sources": {name: len(rows) for name, rows in by_source.items()}, "refused": refused}
 
 
-def _check_fields(problem: dict[str, Any], where: str) -> None:
+def _check_fields(problem: Mapping[str, Any], where: str) -> None:
     for field in ("id", "question", "answer", "image"):
         if not isinstance(problem.get(field), str):
             raise DataError(f"{where}, {field}: expected a string, got {problem.get(field)!r}; restore the sample")
@@ -78,7 +80,7 @@ def _check_fields(problem: dict[str, Any], where: str) -> None:
         raise DataError(f"{where}, id: {problem['id']!r} begins with none of {', '.join(ORIGINS)}; restore the sample")
 
 
-def _refusal(problem: dict[str, Any]) -> str | None:
+def _refusal(problem: Mapping[str, Any]) -> str | None:
     if found := control_character(problem["answer"]):
         return f"the answer {problem['answer']!r} contains the control character {found}"
     if "\n" in problem["answer"]:
@@ -86,7 +88,7 @@ def _refusal(problem: dict[str, Any]) -> str | None:
     return MISREAD.get(problem["id"])
 
 
-def _row(problem: dict[str, Any], source: Path, where: str) -> dict[str, Any]:
+def _row(problem: Mapping[str, Any], source: Path, where: str) -> dict[str, Any]:
     file = (source / problem["image"]).resolve()
     if not file.is_relative_to(source.resolve()) or not file.is_file():
         raise DataError(f"{where}, image: there is no {problem['image']} in {source}; restore the sample")
@@ -103,7 +105,7 @@ def _row(problem: dict[str, Any], source: Path, where: str) -> dict[str, Any]:
     }
 
 
-def _prompt(problem: dict[str, Any]) -> str:
+def _prompt(problem: Mapping[str, Any]) -> str:
     """MATH-Vision marks the figure's place itself, and has `\\n` spelt out where a line ends (not so in `\\nu`)."""
     question = re.sub(r"\\n(?![a-z])", "\n", problem["question"]).strip()
     if IMAGE_TAG not in question:
@@ -111,7 +113,7 @@ def _prompt(problem: dict[str, Any]) -> str:
     return "\n".join([question, *_choices(problem), INSTRUCTION])
 
 
-def _choices(problem: dict[str, Any]) -> list[str]:
+def _choices(problem: Mapping[str, Any]) -> list[str]:
     choices, letters = problem.get("choices") or [], "ABCDEFGH"
     if not choices:
         return []

@@ -1,38 +1,38 @@
-"""Rows of parquet, jsonl and Hugging Face `save_to_disk` folders, and their way to a `Task` (verl's schema).
+"""From a row of a file to a `Task` (verl's schema): each part of a row is used, or refused by name.
 
-Rows are read one at a time from the disk: the operating system may drop what is not in use, and no decoded picture is
-kept here. Row numbers count from 0, in file order.
+No decoded picture is kept here. Columns that are no part of the schema stay unread; `TaskFile.unused` names them.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import errno
-import hashlib
-import json
-import math
-import os
 import re
-import tempfile
 import unicodedata
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from npu_vlrl.config import ColumnsConfig
-from npu_vlrl.data.columns import IMAGE_TAG, as_verl
+from npu_vlrl.data.columns import IMAGE_TAG, REFUSED, as_verl, used_columns
+from npu_vlrl.data.files import Records, given, read_records
 from npu_vlrl.data.images import decode_base64, decode_image, read_image, shortened
+from npu_vlrl.data.values import TimeText, as_json, clean, is_number, number_text, says
 from npu_vlrl.types import DataError, Image, Message, Task
 
 _DATA_URI = re.compile("data:image/[^;,]{1,40};base64,")
 NEEDED = ("data_source", "prompt", "reward_model")
 ROLES = ("system", "user", "assistant", "tool")
+
+_REMEDIES = {
+    "tool_calls": "write the calls into its content as the model's chat template writes them, and remove the key",
+    "reasoning_content": "write it into its content between <think> and </think>, or remove the key",
+}
+_LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+_OF_AGENTS = ("tools_kwargs", "need_tools_kwargs", "interaction_kwargs")
+"""Entries of `extra_info` by which verl's agent loops set up a row's tools."""
 
 
 def written_schema(extra: Mapping[str, pa.DataType]) -> pa.Schema:
@@ -50,133 +50,6 @@ def written_schema(extra: Mapping[str, pa.DataType]) -> pa.Schema:
 
 
 @dataclass(frozen=True)
-class Records:
-    """The rows of a file or folder: `len(records)`, `records[17] -> dict`. Reading a damaged row raises DataError."""
-
-    name: str
-    """File or folder name, for messages."""
-    fingerprint: str
-    """Changes when the file does: of its size, its beginning and its end."""
-    length: int
-    read: Callable[[int], dict[str, Any]]
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        if not 0 <= row < self.length:
-            raise IndexError(f"{self.name} has rows 0 to {self.length - 1}, not {row}")
-        try:
-            return self.read(row)
-        except (pa.ArrowException, ValueError, RecursionError) as error:
-            raise DataError(f"{self.where(row)}: the row cannot be read ({error}); write it again") from error
-
-    def where(self, row: int) -> str:
-        """Example: `train.parquet row 17`"""
-        return f"{self.name} row {row}"
-
-
-def read_records(path: Path) -> Records:
-    """Opens .parquet, .jsonl, or a folder written by `Dataset.save_to_disk`. Raises DataError when it cannot."""
-    try:
-        if (path / "state.json").is_file():
-            files = _arrow_files(path)
-            return _mapped(path, files, files)
-        if path.is_dir():
-            remedy = "name one split inside" if (path / "dataset_dict.json").is_file() else "name a file inside"
-            raise DataError(f"{path}: the folder is not one saved data set (no state.json); {remedy}")
-        if not path.is_file():
-            raise DataError(f"{path}: there is no such file or folder; correct the path")
-        if path.suffix == ".jsonl":
-            return _jsonl(path)
-        if path.suffix == ".parquet":
-            return _parquet(path)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); write the file again") from error
-    raise DataError(f"{path}: unknown kind of file; use .parquet, .jsonl or a folder of Dataset.save_to_disk")
-
-
-def _jsonl(path: Path) -> Records:
-    offsets = array("q")
-    position = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            if line.strip():
-                offsets.append(position)
-            position += len(line)
-
-    def read(row: int) -> dict[str, Any]:
-        with path.open("rb") as lines:
-            lines.seek(offsets[row])
-            record = json.loads(lines.readline())
-        if not isinstance(record, dict):
-            raise ValueError(f"an object is expected, got {type(record).__name__}")
-        return record
-
-    return Records(path.name, _fingerprint([path]), len(offsets), read)
-
-
-def _parquet(path: Path) -> Records:
-    """Parquet has no access by row, so its rows are copied once, batch by batch, to a file that can be mapped."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as folder, pq.ParquetFile(path) as parquet:
-            copy = Path(folder) / "rows.arrow"
-            with pa.ipc.new_stream(copy, parquet.schema_arrow) as writer:
-                for batch in parquet.iter_batches(batch_size=64):
-                    writer.write_batch(batch)
-            return _mapped(path, [copy], [path])  # the mapping outlives the file's name
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # these are about writing, so not about `path`
-            raise
-        raise DataError(
-            f"{path}: its copy does not fit into the temporary folder {tempfile.gettempdir()} ({error}); make room "
-            "there, or set TMPDIR to another folder"
-        ) from error
-
-
-def _arrow_files(folder: Path) -> list[Path]:
-    """The data files of a `save_to_disk` folder, in order."""
-    try:
-        state = json.loads((folder / "state.json").read_bytes())
-        names = [file["filename"] for file in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder}: state.json lists no data files ({error!r}); save the data set again") from error
-    if state.get("_indices_data_files"):
-        raise DataError(f"{folder}: the data set keeps an index apart; call flatten_indices() and save it again")
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise DataError(f"{folder}: state.json names {name!r}, which leaves the folder; save the data set again")
-    return [folder / name for name in names]
-
-
-def _mapped(path: Path, files: list[Path], originals: list[Path]) -> Records:
-    """Rows of Arrow stream files through memory maps. `originals` are what the fingerprint is taken of."""
-    batches = [batch for file in files for batch in pa.ipc.open_stream(pa.memory_map(str(file))) if batch.num_rows]
-    ends: list[int] = []
-    for batch in batches:
-        ends.append((ends[-1] if ends else 0) + batch.num_rows)
-
-    def read(row: int) -> dict[str, Any]:
-        index = bisect.bisect_right(ends, row)
-        start = ends[index - 1] if index else 0
-        return batches[index].slice(row - start, 1).to_pylist()[0]
-
-    return Records(path.name, _fingerprint(originals), ends[-1] if ends else 0, read)
-
-
-def _fingerprint(files: list[Path], edge: int = 1 << 16) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{size};".encode())
-        with file.open("rb") as data:
-            digest.update(data.read(edge))
-            data.seek(max(0, size - edge), os.SEEK_SET)
-            digest.update(data.read(edge))
-    return digest.hexdigest()
-
-
-@dataclass(frozen=True)
 class TaskFile:
     """Tasks made row by row when asked for: `len(tasks)`, `tasks[17] -> Task`, which raises DataError for a bad row."""
 
@@ -191,10 +64,23 @@ class TaskFile:
 
     def __getitem__(self, row: int) -> Task:
         record, where = self.records[row], self.records.where(row)
-        if self.columns is not None:
-            record = as_verl(record, self.columns, where, self.stem)
-        task = task_from_record(record, where, self.root)
+        try:
+            if self.columns is not None:
+                record = as_verl(record, self.columns, where, self.stem)
+            task = task_from_record(record, where, self.root)
+        except RecursionError as error:
+            raise DataError(f"{where}: its values are nested too deeply; write it again") from error
         return dataclasses.replace(task, id=f"{self.stem}/{task.extra.get('id', row)}")
+
+    def unused(self, row: int) -> list[str]:
+        """Columns of a row, and fields of its `reward_model`, that hold something no task is made of."""
+        record, used = self.records[row], used_columns(self.columns)
+        model = record.get("reward_model") if "reward_model" in used else None
+        fields = [name for name, value in model.items() if says(value)] if isinstance(model, dict) else []
+        return [
+            *(name for name in given(record) if name not in used),
+            *(f"reward_model.{name}" for name in fields if name != "ground_truth"),
+        ]
 
 
 def load_tasks(path: Path, root: Path | None = None, columns: ColumnsConfig | None = None) -> TaskFile:
@@ -220,18 +106,16 @@ def task_from_record(record: Mapping[str, Any], where: str, root: Path) -> Task:
     Raises DataError naming `where`, the field and the remedy.
     """
     _check_columns(record, where)
-    if record.get("videos"):
-        raise DataError(f"{where}, videos: videos are not supported; remove them or give their frames as images")
+    for name, remedy in REFUSED.items():
+        if says(record.get(name)) and not (name == "image" and says(record.get("images"))):
+            raise DataError(f"{where}, {name}: {remedy}")
     source = _typed(record.get("data_source"), str, where, "data_source")
-    extra = _typed(_or(record.get("extra_info"), {}), dict, where, "extra_info")
-    if not isinstance(extra.get("id"), (str, int, type(None))):
-        raise DataError(f"{where}, extra_info.id: expected str or int, got {extra['id']!r:.60}; change its type")
     return Task(
         id=where,
         messages=_messages(record, where, root),
         answer=_gold(record, where),
-        data_source=_clean(source, where, "data_source"),
-        extra={key: value for key, value in extra.items() if value is not None},  # tables fill absent keys with null
+        data_source=clean(source, f"{where}, data_source"),
+        extra=_extra(record, where),
     )
 
 
@@ -258,17 +142,39 @@ def _gold(record: Mapping[str, Any], where: str) -> str | None:
     gold = _typed(record.get("reward_model"), dict, where, "reward_model").get("ground_truth")
     if gold is None:
         raise DataError(f'{where}, {field}: missing; give the right answer, or "" when the judge needs none')
-    if isinstance(gold, bool) or not isinstance(gold, (str, int, float)):
-        raise DataError(f"{where}, {field}: expected a string or a number, got {type(gold).__name__}; change its type")
-    if isinstance(gold, float) and not math.isfinite(gold):
-        raise DataError(f"{where}, {field}: the answer is {gold}, which is not finite; correct it")
-    text = _clean(str(gold), where, field)
+    if is_number(gold):
+        try:
+            return number_text(gold)
+        except ValueError as error:
+            raise DataError(f"{where}, {field}: {error}; correct the answer") from error
+    if not isinstance(gold, str) or isinstance(gold, TimeText):
+        kind = "a date or time" if isinstance(gold, TimeText) else type(gold).__name__
+        raise DataError(f"{where}, {field}: expected a string or a number, got {kind}; change its type")
+    text = clean(gold, f"{where}, {field}")
     if found := control_character(text):
         raise DataError(
             f"{where}, {field}: the answer {text!r} contains the control character {found}; it was probably damaged "
             "when a backslash was read as an escape (\\f of \\frac), so correct it at its source"
         )
     return text if text.strip() else None
+
+
+def _extra(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    values = _typed(_or(record.get("extra_info"), {}), dict, where, "extra_info")
+    for name in _OF_AGENTS:
+        if says(values.get(name)):
+            raise DataError(
+                f"{where}, extra_info.{name}: a row sets up no tools; name those of all rows in workflow.tools, give "
+                "what they need under another key of extra_info, and remove this one"
+            )
+    extra = {
+        str(key): as_json(value, f"{where}, extra_info.{key}")
+        for key, value in values.items()
+        if value is not None  # tables fill absent keys with null
+    }
+    if not isinstance(extra.get("id"), (str, int, type(None))) or isinstance(extra.get("id"), bool):
+        raise DataError(f"{where}, extra_info.id: expected str or int, got {extra['id']!r:.60}; change its type")
+    return extra
 
 
 def _messages(record: Mapping[str, Any], where: str, root: Path) -> tuple[Message, ...]:
@@ -284,6 +190,11 @@ def _messages(record: Mapping[str, Any], where: str, root: Path) -> tuple[Messag
             f"{where}, images: {len(pictures)} images, but the prompt has fewer {IMAGE_TAG} tags or image parts; write "
             f"{IMAGE_TAG} once for each image, where the model should see it"
         )
+    if messages[-1].role == "assistant":
+        raise DataError(
+            f"{where}, prompt[{len(messages) - 1}]: the prompt ends with a message of the assistant, so the policy "
+            "would see the answer; end it with the question, and give the answer in reward_model.ground_truth"
+        )
     return messages
 
 
@@ -291,10 +202,11 @@ def _message(message: Any, where: str, field: str, root: Path, unused: Any) -> M
     role = _typed(_typed(message, dict, where, field).get("role"), str, where, f"{field}.role")
     if role not in ROLES:
         raise DataError(f"{where}, {field}.role: unknown role {role!r}; use one of {', '.join(ROLES)}")
+    _only(message, ("role", "content"), where, field)
     content, field = message.get("content"), f"{field}.content"
     parts: list[str | Image] = []
     if isinstance(content, str):
-        for index, text in enumerate(_clean(content, where, field).split(IMAGE_TAG)):
+        for index, text in enumerate(clean(content, f"{where}, {field}").split(IMAGE_TAG)):
             parts += [_next_image(unused, where, field), text] if index else [text]
     else:
         for index, part in enumerate(_typed(content, list, where, field)):
@@ -307,13 +219,27 @@ def _message(message: Any, where: str, field: str, root: Path, unused: Any) -> M
 
 def _part(part: Any, where: str, field: str, root: Path, unused: Any) -> str | Image:
     part = _typed(part, dict, where, field)
-    if part.get("type") == "text":
-        return _clean(_typed(part.get("text"), str, where, f"{field}.text"), where, f"{field}.text")
-    if part.get("type") != "image":
-        raise DataError(f"{where}, {field}.type: {part.get('type')!r} is not supported; use 'text' or 'image'")
+    kind = part.get("type")
+    if kind not in ("text", "image"):
+        raise DataError(f"{where}, {field}.type: {kind!r} is not supported; use 'text' or 'image'")
+    _only(part, ("type", kind), where, field)
+    if kind == "text":
+        return clean(_typed(part.get("text"), str, where, f"{field}.text"), f"{where}, {field}.text")
     if part.get("image") is None:
         return _next_image(unused, where, field)
     return _image(part["image"], where, f"{field}.image", root)
+
+
+def _only(value: Mapping[str, Any], known: tuple[str, ...], where: str, field: str) -> None:
+    """Refuses what stands beside the keys that are used: nobody should think that it has an effect."""
+    for key in value:
+        if key in known or not says(value[key]):
+            continue
+        if key in _LIMITS:
+            remedy = "pictures have no limits of their own; set model.min_pixels and model.max_pixels, or resize it"
+        else:
+            remedy = _REMEDIES.get(key, f"nothing uses it, only {' and '.join(known)}; rename or remove the key")
+        raise DataError(f"{where}, {field}.{key}: {remedy}")
 
 
 def _next_image(unused: Any, where: str, field: str) -> Image:
@@ -328,6 +254,7 @@ def _next_image(unused: Any, where: str, field: str) -> Image:
 
 def _image(image: Any, where: str, field: str, root: Path) -> Image:
     if isinstance(image, dict):
+        _only(image, ("bytes", "path"), where, field)
         if isinstance(image.get("bytes"), str):  # JSON has no bytes
             return decode_base64(image["bytes"], f"{where}, {field}")
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
@@ -358,11 +285,3 @@ def _typed(value: Any, kind: type, where: str, field: str) -> Any:
             f"{where}, {field}: expected {kind.__name__}, got {type(value).__name__} {value!r:.60}; change its type"
         )
     return value
-
-
-def _clean(text: str, where: str, field: str) -> str:
-    if "\0" in text:
-        raise DataError(f"{where}, {field}: the text contains a null byte; remove it")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise DataError(f"{where}, {field}: the text contains half of a surrogate pair; write the text again as UTF-8")
-    return text

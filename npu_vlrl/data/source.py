@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,17 @@ class TaskSource:
         """None for what is skipped."""
         return self._tasks(position)
 
+    def unused(self, rows: int) -> Counter[str]:
+        """How many of the first rows hold something, by the name of its column or field, that no task is made of."""
+        return Counter()
+
+    def ends_after(self, max_skip_share: float, usable: int | None = None) -> int | None:
+        """Rows that a run with this share reads until those in `skipped`, which are all bad ones, end it; None: never.
+
+        It draws an epoch in its order; or, as an evaluation does, `usable` tasks in the order of the file (0: all).
+        """
+        return None
+
     def all(self) -> Iterator[Task]:
         """One pass in order, apart from `next`'s position; endless for generated tasks."""
         index = 0
@@ -137,6 +150,24 @@ class _RecordSource(TaskSource):
             if task is not None:
                 yield task
 
+    def unused(self, rows: int) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for row in range(rows):
+            with suppress(DataError):  # a row that cannot be read is in `skipped`
+                found.update(self._file.unused(row))
+        return found
+
+    def ends_after(self, max_skip_share: float, usable: int | None = None) -> int | None:
+        bad = 0
+        for seen in range(1, len(self._file) + 1):
+            row = self._row(seen - 1) if usable is None else seen - 1
+            bad += self._file.records.where(row) in self.skipped
+            if too_many(max_skip_share, bad, bad, seen, len(self._file)):
+                return seen
+            if usable and seen - bad >= usable:
+                return None
+        return None
+
     def state_dict(self, unfinished: Sequence[int] = ()) -> dict[str, Any]:
         seen = self._seen - len(unfinished)  # they will be seen again
         counts = {"seen": seen, "failures": self._failures, "skipped": dict(self.skipped)}
@@ -181,14 +212,19 @@ class _RecordSource(TaskSource):
         name, last = self._file.records.name, next(reversed(self.skipped.values()), "")
         if len(self.skipped) == len(self._file):
             raise DataError(f"{name}: none of its {len(self._file)} rows can be used; the last one: {last}")
-        if self._seen < MIN_ROWS_SEEN:
-            return
-        certain = len(self.skipped) / len(self._file) > self._max_skip_share
-        if certain or surely_above(self._max_skip_share, self._failures, self._seen):
+        if too_many(self._max_skip_share, len(self.skipped), self._failures, self._seen, len(self._file)):
             raise DataError(
                 f"{name}: {self._failures} of {self._seen} rows were skipped, more than the allowed share "
                 f"{self._max_skip_share}; correct the file or allow more. The last one: {last}"
             )
+
+
+def too_many(share: float, bad: int, failures: int, seen: int, rows: int) -> bool:
+    """Whether bad rows end a run: more than `share` of the file's `rows` are, or of all, by what was seen so far.
+
+    `bad` counts different rows; `failures` of `seen` count a row in each epoch.
+    """
+    return seen >= MIN_ROWS_SEEN and (bad / rows > share or surely_above(share, failures, seen))
 
 
 def surely_above(share: float, bad: int, seen: int) -> bool:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # Two Unicode noncharacters, which no interchanged text should hold; content that does hold the first is escaped too.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _PROBE = "probe"
+END_OF_THOUGHT = "</think>"
 
 
 class ImageDescriber(Protocol):
@@ -247,8 +248,9 @@ class Renderer:
         for message in messages:
             content = self._content(message)
             pieces = [content] if isinstance(content, str) else [item.get("text", "") for item in content]
-            # Templates may drop what the assistant thought, and trim the ends of any text.
-            if message.role != "assistant" and not all(piece.strip() in text for piece in pieces):
+            if message.role == "assistant":  # templates may drop what it thought in earlier turns
+                pieces = [piece.rpartition(END_OF_THOUGHT)[2] for piece in pieces]
+            if not all(piece.strip() in text for piece in pieces):  # they may trim the ends of any text
                 raise DataError(f"{self._name} drops text of a {message.role!r} message: use a role that it knows")
 
     def _describe(self, messages: Sequence[Message]) -> list[ImageInput]:

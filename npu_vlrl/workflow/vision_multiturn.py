@@ -150,7 +150,7 @@ class VisionMultiTurnAgenticWorkflow:
         messages = list(reset)
         system = self.config.system_prompt
         if system is not None:
-            messages = [Message("system", (system,)), *(m for m in messages if m.role != "system")]
+            messages = [Message("system", (system,)), *_without_system(messages)]
         if self._schemas and not self._native_tools:
             described = describe_tools(self._schemas)
             if messages[0].role == "system":
@@ -162,6 +162,18 @@ class VisionMultiTurnAgenticWorkflow:
     def _template_shows_tools(self) -> bool:
         probe = [Message("user", ("x",))]
         return self.renderer.open(probe, self._schemas).text != self.renderer.open(probe).text
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages that `workflow.system_prompt` leaves. Raises DataError where it would replace an image, or all."""
+    remedy = "write it as a message of the user, or set workflow.system_prompt=null"
+    images = sum(len(message.images) for message in messages if message.role == "system")
+    if images:
+        raise DataError(f"workflow.system_prompt replaces the system message, which holds {images} images; {remedy}")
+    others = [message for message in messages if message.role != "system"]
+    if not others:
+        raise DataError(f"workflow.system_prompt replaces the system message, which is the whole prompt; {remedy}")
+    return others
 
 
 def _turn(conversation: Conversation, action: Segment, text: str, step: Step, state: str | None) -> Turn:

@@ -274,6 +274,15 @@ def test_a_role_that_the_template_drops() -> None:
         answer("qwen3_vl", start, "a", Message("human", ("What is it?",)))
 
 
+def test_earlier_answers_may_lose_their_thoughts_and_nothing_else() -> None:
+    earlier = [user("q"), Message("assistant", ("<think>hm</think>\n\nA tree.",)), user("Which?")]
+    assert "hm" not in (shown := renderer("qwen3").open(earlier).text) and "A tree." in shown
+    one_sided = "{% for m in messages if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    chat = Renderer(qwen_tokenizer(), None, "t", one_sided + "{% endfor %}<|im_start|>assistant\n")
+    with pytest.raises(DataError, match="'t' drops text of a 'assistant' message"):
+        chat.open(earlier)
+
+
 def test_a_template_that_raises() -> None:
     with pytest.raises(
         DataError, match="'qwen3_5_think' cannot render messages of the roles \\[system\\]: No user query"

@@ -169,6 +169,9 @@ def test_mmstar_aime_and_math500(tmp_path: Path) -> None:
     assert (task.id, task.answer, task.extra["category"], task.images) == ("aime/60", "25", "2024", ())
     (task,) = made(tmp_path, "aime", [{"ID": "2024-I-4", "Problem": "Find x.", "Answer": 204}])
     assert (task.id, task.answer) == ("aime/2024-I-4", "204")
+    # pandas makes floats of whole numbers where some are missing
+    (task,) = made(tmp_path, "aime", [{"id": 7.0, "problem": "Find x.", "answer": 204.0, "year": 2024.0}])
+    assert (task.id, task.answer, task.extra["category"]) == ("aime/7", "204", "2024")
     lines = tmp_path / "aime2025.jsonl"
     lines.write_text('{"question": "Find z.", "answer": "70"}\n')
     (task,) = converted(tmp_path, "aime", lines)

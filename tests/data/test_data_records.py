@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import io
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import settings, strategies
 
-from npu_vlrl.data.records import control_character, load_tasks, read_records, task_from_record
+from npu_vlrl.data.files import read_records
+from npu_vlrl.data.records import control_character, load_tasks, task_from_record
+from npu_vlrl.data.values import TimeText
 from npu_vlrl.types import DataError, Image, Message
 
 WHERE = "train.parquet row 17"
@@ -88,12 +94,33 @@ def test_literal_tags_stay_text_in_parts_and_answers(tmp_path: Path) -> None:
     assert task.messages[0].parts == ("What does <image> mean in HTML?",) and task.answer == "<image>"
 
 
-GOLDS = [("13", "13"), (5, "5"), (2.5, "2.5"), ("", None), (" ", None), ("a\nb", "a\nb")]
+GOLDS = [
+    *[
+        ("13", "13"),
+        (5, "5"),
+        (2.5, "2.5"),
+        ("", None),
+        (" ", None),
+        ("a\nb", "a\nb"),
+        ("5.0", "5.0"),
+        ("1e-05", "1e-05"),
+    ],
+    *[(5.0, "5"), (1e-05, "0.00001"), (1e16, "10000000000000000"), (Decimal("7.50"), "7.5"), (np.int64(3), "3")],
+    *[(np.float32(0.1), "0.1"), (10**30, "1" + "0" * 30), (np.str_("up"), "up")],
+]
 
 
 @pytest.mark.parametrize(("gold", "answer"), GOLDS)
 def test_golds(gold: Any, answer: str | None, tmp_path: Path) -> None:
     assert task_from_record(row(reward_model={"ground_truth": gold}), WHERE, tmp_path).answer == answer
+
+
+def message(**keys: Any) -> dict[str, Any]:
+    return row(prompt=[{"role": "user", "content": "<image>?", **keys}])
+
+
+def part(**keys: Any) -> dict[str, Any]:
+    return content([{"type": "image", **keys}])
 
 
 BAD = {
@@ -145,13 +172,65 @@ BAD = {
     "reward_model type": (row(reward_model="13"), "reward_model: expected dict, got str"),
     "no gold": (row(reward_model={"style": "rule"}), "reward_model.ground_truth: missing; give the right answer"),
     "gold list": (row(reward_model={"ground_truth": ["1"]}), "reward_model.ground_truth: .* got list"),
+    "gold numpy bool": (row(reward_model={"ground_truth": np.bool_(True)}), "reward_model.ground_truth: .* got bool"),
+    "gold date": (row(reward_model={"ground_truth": datetime.date(2024, 1, 2)}), "ground_truth: .* got date"),
+    "gold time": (row(reward_model={"ground_truth": TimeText("2024-01-02")}), "ground_truth: .* got a date or time"),
+    "gold digits": (row(reward_model={"ground_truth": Decimal("1e500")}), "ground_truth: .*too many digits.*correct"),
     "gold bool": (row(reward_model={"ground_truth": True}), "reward_model.ground_truth: .* got bool"),
     "gold nan": (row(reward_model={"ground_truth": float("nan")}), "reward_model.ground_truth: .*not finite"),
     "gold form feed": (row(reward_model={"ground_truth": "\x0crac{1}{2}"}), "ground_truth: .*U\\+000C.*at its source"),
     "gold tab": (row(reward_model={"ground_truth": "\theta"}), "ground_truth: .*U\\+0009"),
     "gold null byte": (row(reward_model={"ground_truth": "1\0"}), "ground_truth: .*null byte"),
     "extra type": (row(extra_info="x"), "extra_info: expected dict, got str"),
+    "extra id bool": (row(extra_info={"id": True}), "extra_info.id: expected str or int"),
     "extra id": (row(extra_info={"id": [1]}), "extra_info.id: expected str or int"),
+    "extra type inside": (
+        row(extra_info={"a": [object()]}),
+        r"extra_info.a\[0\]: object .*no form in JSON; change its",
+    ),
+    "extra surrogate": (row(extra_info={"id": "\ud800"}), "extra_info.id: the text contains half of a surrogate pair"),
+    "tools of verl": (
+        row(extra_info={"need_tools_kwargs": True}),
+        "extra_info.need_tools_kwargs: a row sets up no tools",
+    ),
+    "settings of tools": (
+        row(extra_info={"tools_kwargs": {"zoom": {"create_kwargs": {"k": 0}}}}),
+        "extra_info.tools_kwargs: a row sets up no tools; name those of all rows in workflow.tools",
+    ),
+    "interaction": (row(extra_info={"interaction_kwargs": {"name": "x"}}), "extra_info.interaction_kwargs: "),
+    "answer in prompt": (
+        row(prompt=[{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "13"}]),
+        r"prompt\[1\]: the prompt ends with a message of the assistant, .* reward_model.ground_truth",
+    ),
+    "tool calls": (
+        row(prompt=[{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, *row()["prompt"]]),
+        r"prompt\[0\].tool_calls: write the calls into its content",
+    ),
+    "thought": (message(reasoning_content="hm"), r"prompt\[0\].reasoning_content: write it into its content"),
+    "name": (message(name="Ann"), r"prompt\[0\].name: nothing uses it, only role and content; rename or remove"),
+    "weight": (message(weight=0), r"prompt\[0\].weight: nothing uses it"),
+    "limit of a part": (part(max_pixels=50176), r"content\[0\].max_pixels: pictures have no limits of their own"),
+    "side of a part": (part(resized_width=280), r"content\[0\].resized_width: pictures have no limits"),
+    "key of a part": (part(detail="low"), r"content\[0\].detail: nothing uses it, only type and image; rename"),
+    "text of an image part": (part(text="Look!"), r"content\[0\].text: nothing uses it, only type and image"),
+    "image of a text part": (
+        content([{"type": "text", "text": "q", "image": "a.png"}]),
+        r"content\[0\].image: nothing uses it, only type and text",
+    ),
+    "limit of an image": (
+        row(images=[{"bytes": png(1), "min_pixels": 9}]),
+        r"images\[0\].min_pixels: pictures have no",
+    ),
+    "key of an image": (row(images=[{"bytes": png(1), "caption": "x"}]), r"images\[0\].caption: nothing uses it, only"),
+    "tools": (
+        row(tools=[{"type": "function"}]),
+        "tools: a row brings no tools; name those of all rows in workflow.tools",
+    ),
+    "sounds": (row(audios=["a.wav"]), "audios: sounds are not supported"),
+    "an image column": (
+        row(prompt=[{"role": "user", "content": "?"}], images="DELETED", image={"bytes": png(1)}),
+        "image: nothing uses it, so the model would be blind; name the column `images`, or set columns.images=image",
+    ),
     "videos": (row(videos=[{"path": "a.mp4"}]), "videos: videos are not supported"),
 }
 
@@ -161,6 +240,46 @@ def test_bad_rows_name_row_field_and_remedy(name: str, tmp_path: Path) -> None:
     record, words = BAD[name]
     with pytest.raises(DataError, match=f"{WHERE}, .*{words}"):
         task_from_record(record, WHERE, tmp_path)
+
+
+def test_keys_that_say_nothing_are_no_loss(tmp_path: Path) -> None:
+    """Tables give each struct all fields of its type, and null where a row has none."""
+    empty: dict[str, Any] = {"name": None, "tool_calls": [], "reasoning_content": "", "prefix": False}
+    limits = {"max_pixels": None, "resized_height": None}
+    prompt = [{"role": "user", "content": [{"type": "image", "text": None, **limits}], **empty}]
+    extra = {"need_tools_kwargs": False, "tools_kwargs": {"zoom": {"create_kwargs": None}}, "index": 3}
+    images = [{"bytes": png(1), "path": None, **limits}]
+    record = row(prompt=prompt, images=images, extra_info=extra, tools=[], videos=None, image=None)
+    assert task_from_record(record, WHERE, tmp_path).messages == (Message("user", (picture(1),)),)
+
+
+KEYS = strategies.sampled_from(
+    [*["role", "content", "type", "text", "image", "bytes", "path", "style", "ground_truth", "id"]]
+    + ["tool_calls", "max_pixels", "tools_kwargs", "other"]
+)
+JSON = strategies.recursive(
+    strategies.one_of(
+        *[strategies.none(), strategies.booleans(), strategies.integers(), strategies.floats(), strategies.text()],
+        *[strategies.sampled_from(["user", "assistant", "text", "image", "<image>", "1e999", "\ud800"])],
+        *[strategies.dates(), strategies.timedeltas(), strategies.decimals(), strategies.binary(max_size=4)],
+    ),
+    lambda inner: strategies.lists(inner, max_size=3) | strategies.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=8,
+)
+FIELDS = ["data_source", "prompt", "images", "reward_model", "extra_info", "tools", "videos", "image", "other"]
+
+
+@settings(max_examples=300, deadline=None)
+@hypothesis.given(strategies.dictionaries(strategies.sampled_from(FIELDS), JSON))
+def test_whatever_a_row_holds_it_is_a_task_or_refused(changes: dict[str, Any]) -> None:
+    """No other exception, which would end a run; what a task got, judges get as JSON."""
+    try:
+        task = task_from_record(row(**changes), WHERE, Path("/nowhere"))
+    except DataError as error:
+        assert str(error).startswith(f"{WHERE}, ")
+    else:
+        json.dumps(dict(task.extra))
+        assert task.messages[-1].role != "assistant"
 
 
 def test_control_characters() -> None:
@@ -226,7 +345,7 @@ def test_a_full_disk_is_not_the_fault_of_the_file(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     path = save(tmp_path, [row()], "parquet")
-    monkeypatch.setattr("npu_vlrl.data.records.pa.ipc.new_stream", full)
+    monkeypatch.setattr("npu_vlrl.data.files.pa.ipc.new_stream", full)
     with pytest.raises(DataError, match="train.parquet: its copy does not fit into the temporary folder .* TMPDIR"):
         read_records(path)
 

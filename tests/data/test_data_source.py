@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.data.source import TaskSource, surely_above
+from npu_vlrl.data.source import TaskSource, surely_above, too_many
 from npu_vlrl.data.synthetic import arrow_task
 from npu_vlrl.types import DataError
 from npu_vlrl.workflow.rewards import make_judge
@@ -236,3 +236,31 @@ def test_an_older_state_has_nothing_to_play_again() -> None:
     del state["again"]
     source.load_state_dict(state | {"position": 3})
     assert source.draw()[0] == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("bad", [set(), set(range(15)), set(range(60, 75)), set(range(0, 200, 7)), {199}])
+def test_where_a_run_ends_is_known_from_one_pass(tmp_path: Path, bad: set[int], shuffle: bool) -> None:
+    """Compared with runs that draw an epoch, and with passes such as evaluations make."""
+    path = write(tmp_path / "t.jsonl", bad, 200)
+    lenient = TaskSource.from_records(path, 3, shuffle, max_skip_share=1.0)
+    list(lenient.all())
+
+    def read(source: TaskSource, tasks: int | None) -> int | None:
+        try:
+            for _ in source.next(201 - len(bad)) if tasks is None else itertools.islice(source.all(), tasks or None):
+                pass
+        except DataError as error:
+            return int(str(error).split(" of ")[1].split(" rows")[0])
+        return None
+
+    for share in (0.0, 0.05, 0.1, 0.5):
+        for tasks in (None, 0, 10, 50):
+            strict = TaskSource.from_records(path, 3, shuffle, max_skip_share=share)
+            assert lenient.ends_after(share, tasks) == read(strict, tasks)
+
+
+def test_too_many_bad_rows() -> None:
+    """A tenth is allowed; of 100 rows, of which 20 or more were seen."""
+    assert not too_many(0.1, bad=19, failures=19, seen=19, rows=100) and too_many(0.1, 19, 19, 20, 100)
+    assert not too_many(0.1, bad=10, failures=10, seen=100, rows=100) and too_many(0.1, 11, 11, 100, 100)

@@ -242,7 +242,36 @@ def test_data_check_names_every_bad_row_before_a_training(tmp_path: Path, folder
     for line, (number, (reason, _)) in zip(told[4:11], BAD.items(), strict=True):
         assert line.startswith(f"  bad.parquet row {number}, {reason}")
     assert told[11] == f"data.eval ({folder / 'good.parquet'}): 4 rows, 4 usable"
+    assert told[-2] == f"data.train ({folder / 'bad.parquet'}): no task is made of: ability 24, reward_model.style 24"
+    assert told[-1] == f"data.eval ({folder / 'good.parquet'}): no task is made of: ability 4, reward_model.style 4"
     assert found.code == 0  # 7 of 24 are allowed, and these no more
     assert checked(tmp_path, folder / "bad.parquet", max_skip_share=0.25).code == 2
     small = checked(tmp_path, folder / "good.parquet", f"workflow.context_tokens={n}", "--limit", "3")
     assert small.code == 2 and small.out.count(f"the prompt has {n} tokens and does not fit") == 6
+
+
+def test_data_check_tells_what_a_training_ignores_and_meets(tmp_path: Path, folder: Path) -> None:
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>Which way?"}]
+    shown = [{"role": "system", "content": "<image>Be brief."}, {"role": "user", "content": "Which way?"}]
+    changes: dict[int, dict[str, Any]] = {1: {"prompt": said}, 2: {"prompt": shown}, 3: {"extra_info": {"id": "0"}}}
+    rows = [row(i, **changes.get(i, {})) for i in range(4)]
+    replaced = checked(
+        tmp_path, parquet(folder / "chat.parquet", rows), "workflow.system_prompt=Hm.", max_skip_share=0.3
+    )
+    assert (
+        "chat/2: workflow.system_prompt replaces the system message, which holds 1 images; write it as" in replaced.out
+    )
+    assert "chat.parquet): system messages that workflow.system_prompt replaces: 1\n" in replaced.out
+    assert "chat.parquet): ids that several rows have: 1, such as chat/0; extra_info.id should differ" in replaced.out
+    assert replaced.code == 0 and "no task is made of: ability 4, reward_model.style 4" in replaced.out
+    plain = config_file(tmp_path, data={"train": {"path": str(folder / "good.parquet")}})
+    unnamed = program("data", "check", "--config", plain, *SMALL, "reward.rule=benchmark")
+    assert unnamed.code == 2 and unnamed.out.count("extra_info.benchmark is None; make the data with") == 4
+    lines = [
+        json.dumps({**row(i), "images": [], "prompt": [{"role": "user", "content": "?"}] * (i > 14)})
+        for i in range(200)
+    ]
+    (folder / "first.jsonl").write_text("\n".join(lines))
+    together = checked(tmp_path, folder / "first.jsonl", max_skip_share=0.1, shuffle=False)
+    assert together.code == 2 and "a training would end after 20 rows, of which too many cannot be used" in together.out
+    assert checked(tmp_path, folder / "first.jsonl", max_skip_share=0.1).code == 0

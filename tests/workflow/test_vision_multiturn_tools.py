@@ -199,12 +199,23 @@ def test_an_image_of_the_system_message_survives_the_description() -> None:
     episode = play(workflow(Verdicts([RIGHT, RIGHT]), tools=("rotate",)), script, task)
     assert [image.image for image in script.contexts[0][0].images] == [shown, asked]
     assert episode.turns[0].tool_results[0].images[0] == Image(asked.rgb[::-1, ::-1].copy())
-    # a replaced system message takes its images along, and the others are numbered without them
-    script = Script([rotate(180, 0), "up"])
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        (
+            (Message("system", (picture(28, seed=1), "See.")), Message("user", ("?",))),
+            "which holds 1 images; write it as",
+        ),
+        ((Message("system", ("See.",)),), "which is the whole prompt; write it as"),
+    ],
+)
+def test_a_system_message_that_cannot_be_replaced(messages: tuple[Message, ...], words: str) -> None:
     flow = workflow(Verdicts([RIGHT]), tools=("rotate",), describe_tools=False, system_prompt="Be brief.")
-    episode = play(flow, script, task)
-    assert [image.image for image in script.contexts[0][0].images] == [asked]
-    assert episode.turns[0].tool_results[0].images[0] == Image(asked.rgb[::-1, ::-1].copy())
+    episode = play(flow, Script(["up"]), Task("t/1", messages, "up", "test"))
+    assert episode.status is EpisodeStatus.FAILED and not episode.turns
+    assert episode.error is not None and f"workflow.system_prompt replaces the system message, {words}" in episode.error
 
 
 def said(text: str) -> Generation:

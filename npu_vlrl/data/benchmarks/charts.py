@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from npu_vlrl.data.benchmarks.rows import Question, Row
+from npu_vlrl.data.values import is_number
 from npu_vlrl.types import DataError
 
 INSTRUCTION = "Answer with a single word or number in \\boxed{}."
@@ -15,12 +16,12 @@ def question(row: Row, number: int, seed: int) -> Question:
     label = row.get("answer", "label")
     if isinstance(label, list) and len(label) == 1:
         (label,) = label
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
+    if not isinstance(label, str) and not is_number(label):
         raise DataError(f"{row.where}, answer: expected a text or a list of one, got {label!r:.60}; correct it")
     return Question(
         str(number),
         f"{row.text('question', 'query')}\n{INSTRUCTION}",
-        str(label),
+        row.as_text(label, "answer", "label"),
         row.picture("image", "imgname"),
         _asked_by(row),
         "chart",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from npu_vlrl.data.files import read_records
 from npu_vlrl.data.images import decode_image
-from npu_vlrl.data.records import read_records
+from npu_vlrl.data.values import is_number, number_text, parse_json
 from npu_vlrl.types import DataError
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
@@ -30,10 +30,18 @@ class Row:
 
     def text(self, *names: str) -> str:
         """The first of these fields as text. Raises DataError when there is none."""
-        value = self.get(*names)
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise DataError(f"{self.where}: expected a text in {' or '.join(names)}, got {value!r:.60}; {_REMEDY}")
-        return str(value)
+        return self.as_text(self.get(*names), *names)
+
+    def as_text(self, value: Any, *names: str) -> str:
+        """A text, or a number as it is written, which stood in one of these fields. Raises DataError for others."""
+        if isinstance(value, str):
+            return value
+        try:
+            if is_number(value):
+                return number_text(value)
+        except ValueError as error:
+            raise DataError(f"{self.where}, {' or '.join(names)}: {error}; {_REMEDY}") from error
+        raise DataError(f"{self.where}: expected a text in {' or '.join(names)}, got {value!r:.60}; {_REMEDY}")
 
     def picture(self, *names: str) -> bytes:
         """The file of the picture in the first of these fields: bytes, `{bytes, path}` or a path below `images`.
@@ -112,8 +120,8 @@ def _read(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _entries(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A list of objects, or an object of them by id."""
     try:
-        values = json.loads(file.read_bytes())
-    except ValueError as error:
+        values = parse_json(file.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: cannot be read as JSON ({error}); get the file again") from error
     named = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     for name, entry in named:

@@ -83,6 +83,8 @@ class GameEnvironment:
         seed = task.extra.get("seed")
         if not isinstance(seed, int):
             raise DataError("the task has no seed for a game; use data.train.generator=episodes")
+        if task.messages:
+            raise DataError("a game makes its own prompt, and would not show this; use data.train.generator=episodes")
         self.game.start(seed)
         return (Message("user", (*((self._explanation(),) if self.config.explain else ()), self.game.picture())),)
 

@@ -49,8 +49,7 @@ class VisualQA:
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self._task = task
-        shown = [m for m in task.messages if self.config.system_prompt is None or m.role != "system"]
-        self._images = tuple(image for message in shown for image in message.images)
+        self._images = task.images
         return task.messages
 
     async def step(self, text: str, history: Sequence[Turn]) -> Step:
