@@ -321,7 +321,8 @@ class Turn:
     context: tuple[Segment, ...]
     action: Segment
     text: str
-    """The decoded action, for judges and people; never encoded again."""
+    """The decoded action, after the `<think>` that the chat template opened for it, if it did. For judges and people;
+    never encoded again."""
     verdict: Verdict | None = None
     """None when the turn was a tool call."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -508,7 +509,10 @@ class Environment(Protocol):
         ...
 
     async def step(self, text: str, history: Sequence[Turn]) -> Step:
-        """Answers what the policy said; `history` holds the earlier turns. Bad moves are told to it, never raised."""
+        """Answers what the policy said; `history` holds the earlier turns. Bad moves are told to it, never raised.
+
+        `text` is as in `Turn.text`: a thought in it has its `<think>`, whoever wrote that.
+        """
         ...
 
     def state_key(self) -> str | None:
