@@ -43,7 +43,7 @@ async def warm_start(run: Run, between: Callable[[str], None] = lambda _: None) 
         shown = await _demonstrate(run, tasks, step)
         right += sum(trajectory.solved_first_try for trajectory in shown)
         solved += sum(trajectory.solved for trajectory in shown)
-        loss = learner.supervise(_samples(shown, str(loaded.folder)), config.warm_start.lr)
+        loss = learner.supervise(demonstrated_samples(shown, str(loaded.folder)), config.warm_start.lr)
     export_model(loaded, target)
     learner.forget_features()
     episodes = config.warm_start.steps * config.warm_start.batch
@@ -72,7 +72,7 @@ async def _demonstrate(run: Run, tasks: TaskSource, step: int) -> list[Trajector
     return shown
 
 
-def _samples(shown: list[Trajectory], template: str) -> list[Sample]:
+def demonstrated_samples(shown: list[Trajectory], template: str) -> list[Sample]:
     """One of each episode, or of each turn where the chat template rewrites history."""
     rewritten = any(trajectory.rewritten_turn() is not None for trajectory in shown)
     return export(shown, "individual" if rewritten else "concat", "best", 1.0, template)
