@@ -151,7 +151,7 @@ class Setting:
     """What the configured environment is to the rest of a run."""
 
     new_environment: Callable[[ImageProcessor | None, bool | None], Environment]
-    """Takes what makes patches of pictures, and whether the chat template opens a thought (None: there is none)."""
+    """Takes what makes patches of pictures, and whether the chat template opens a thought (None: no model)."""
     schemas: Sequence[Mapping[str, Any]] = ()
     """Functions that the policy is told it may call."""
     check_gold: Callable[[str], None] | None = None

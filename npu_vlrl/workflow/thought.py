@@ -57,10 +57,16 @@ class SplitTurn:
     @property
     def thought(self) -> str | None:
         """What the first finished thought holds; None without one."""
-        if len(self.spans) <= (not self.finished):
+        ended = self.spans if self.finished else self.spans[:-1]
+        if not ended:
             return None
-        begin, end = self.spans[0]
+        begin, end = ended[0]
         return self.text[begin : end - len(CLOSE)].removeprefix(OPEN)
+
+    @property
+    def finished_text(self) -> str:
+        """`text` without a thought that never ends."""
+        return self.text if self.finished else self.text[: self.spans[-1][0]]
 
     @property
     def holds_nothing(self) -> bool:

@@ -82,21 +82,21 @@ def test_an_episode_with_a_tool_earns_its_format_reward(name: str) -> None:
         turn(name, f"I could write {FLIP} or {ROTATE}. The tag <tool_call> begins a call.", ROTATE),
         turn(name, f"Not \\boxed{{59}}, and no {FLIP}.", "\\boxed{60}"),
     ]
-    played, said = episode(name, lines, tools=("rotate", "flip"), tool_call_reward=0.3)
-    assert played.status is EpisodeStatus.SOLVED
-    first, second = played.turns
+    done, said = episode(name, lines, tools=("rotate", "flip"), tool_call_reward=0.3)
+    assert done.status is EpisodeStatus.SOLVED
+    first, second = done.turns
     assert [call.name for call in first.tool_calls] == ["rotate"] and first.verdict is None
     assert first.action.reward == 0.3
     assert second.verdict == Verdict(1.0, True, terms={"accuracy": 0.9, "format": 0.1})
     # all is kept as it was sampled, and the history of the second turn goes on from it
-    for played_turn, line in zip(played.turns, lines, strict=True):
-        assert played_turn.action.token_ids == (*encode(line), *encode(END))
-        assert played_turn.text == OPENED[name] + line
-    assert played.rewritten_turn() is None
+    for turn_, line in zip(done.turns, lines, strict=True):
+        assert turn_.action.token_ids == (*encode(line), *encode(END))
+        assert turn_.text == OPENED[name] + line
+    assert done.rewritten_turn() is None
     assert said.contexts[1][:2] == (*first.context, first.action)
     opened = f"<|im_start|>assistant\n{OPENED[name]}"
     assert decode(said.contexts[0]).endswith(opened) and decode(said.contexts[1]).endswith(opened)
-    (sample,) = export([played], "concat", "best", 1.0, name)
+    (sample,) = export([done], "concat", "best", 1.0, name)
     assert sum(sample.loss_mask) == sum(len(encode(line)) + 1 for line in lines)
 
 
@@ -107,8 +107,8 @@ def test_a_thought_without_an_end_calls_nothing_and_answers_nothing(name: str, e
     start = "" if OPENED[name] else "<think>\n"
     line = f"{start}Maybe {ROTATE} and then \\boxed{{60}}"
     judge = Verdicts([Verdict(-1.0, False, "Your answer has no box."), Verdict(1.0, True)])
-    played, said = episode(name, [line if ended else cut(line), turn(name, "hm", "4")], judge, tools=("rotate",))
-    first = played.turns[0]
+    done, said = episode(name, [line if ended else cut(line), turn(name, "hm", "4")], judge, tools=("rotate",))
+    first = done.turns[0]
     assert first.action.stop_reason is (StopReason.END_OF_TURN if ended else StopReason.TURN_BUDGET)
     assert (first.tool_calls, first.tool_results) == ((), ())
     assert first.verdict is not None and first.action.reward == -1.0
@@ -120,11 +120,20 @@ def test_a_thought_without_an_end_calls_nothing_and_answers_nothing(name: str, e
     assert decode(said.contexts[1]).count("<think>") == 1 + bool(OPENED[name])
 
 
+def test_a_judge_sees_no_thought_without_an_end() -> None:
+    """A function of a user's may look for a box anywhere in the text."""
+    judge = Verdicts([Verdict(0.0, False), Verdict(0.0, False, "Look again.")])
+    lines = [cut("Sure. <think>\\boxed{60}"), cut("\\boxed{5}\n<think>No, \\boxed{60}")]
+    done, _ = episode(INSTRUCT, lines, judge, max_turns=2)
+    assert [text for text, _ in judge.seen] == ["Sure. ", "\\boxed{5}\n"]
+    assert [t.feedback for t in done.turns] == [FEEDBACK, "Look again."]
+
+
 @BOTH
 def test_an_unfinished_thought_scores_what_no_answer_scores(name: str) -> None:
     start = "" if OPENED[name] else "<think>\n"
-    played, _ = episode(name, [cut(f"{start}\\boxed{{60}}")], max_turns=1)
-    (only,) = played.turns
+    done, _ = episode(name, [cut(f"{start}\\boxed{{60}}")], max_turns=1)
+    (only,) = done.turns
     assert only.verdict is not None and not only.verdict.solved and only.action.reward == 0.0
 
 
@@ -132,24 +141,24 @@ def test_an_unfinished_thought_scores_what_no_answer_scores(name: str) -> None:
 def test_feedback_after_a_thought(name: str) -> None:
     """Thinking drops the thought of an earlier turn, so the next turn has a fresh prompt; Instruct keeps it."""
     lines = [turn(name, "five?", "\\boxed{5}"), turn(name, "sixty", "\\boxed{60}")]
-    played, said = episode(name, lines)
-    first, second = played.turns
-    assert [t.verdict and t.verdict.terms["format"] for t in played.turns] == [0.1, 0.1]
+    done, said = episode(name, lines)
+    first, second = done.turns
+    assert [t.verdict and t.verdict.terms["format"] for t in done.turns] == [0.1, 0.1]
     assert first.feedback == FEEDBACK
     assert first.action.token_ids == (*encode(lines[0]), *encode(END))
     if name == INSTRUCT:
         assert second.context[:2] == (*first.context, first.action)
-        assert len(export([played], "concat", "best", 1.0, name)) == 1
+        assert len(export([done], "concat", "best", 1.0, name)) == 1
         return
     assert [segment.kind for segment in second.context] == [SegmentKind.PROMPT]
     history = decode(second.context)
     assert "five?" not in history and "\\boxed{5}<|im_end|>" in history
     assert history.endswith(f"{FEEDBACK}<|im_end|>\n<|im_start|>assistant\n<think>\n")
     with pytest.raises(ConfigError, match="qwen3_vl_thinking rewrote the history before turn 2"):
-        export([played], "concat", "best", 1.0, name)
-    samples = export([played], "individual", "best", 1.0, name)
-    assert [flat(s.segments) for s in samples] == [flat((*t.context, t.action)) for t in played.turns]
-    assert [sum(s.loss_mask) for s in samples] == [len(t.action) for t in played.turns]
+        export([done], "concat", "best", 1.0, name)
+    samples = export([done], "individual", "best", 1.0, name)
+    assert [flat(s.segments) for s in samples] == [flat((*t.context, t.action)) for t in done.turns]
+    assert [sum(s.loss_mask) for s in samples] == [len(t.action) for t in done.turns]
 
 
 def test_a_template_can_decide_for_each_conversation() -> None:

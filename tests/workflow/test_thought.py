@@ -60,6 +60,7 @@ def test_split(text: str, thought: str | None, answer: str, finished: bool) -> N
     said = split_thought(text)
     assert (said.thought, said.answer, said.finished) == (thought, answer, finished)
     assert said.holds_nothing == (not finished and not answer)
+    assert split_thought(said.finished_text).answer == answer and split_thought(said.finished_text).finished
 
 
 @pytest.mark.parametrize(("text", "thought", "answer", "finished"), CASES)

@@ -30,8 +30,8 @@ class VisualQA:
 
     Tools take positions in the pixels that `processor` makes of a picture, or on the scale that it names; without one
     (a text-only model), in the pixels of the picture itself. The judge scores what is no tool call, and `retry_when`
-    selects the answers that are retried. Calls are read outside of thoughts. A turn that never ends its thought says
-    nothing: it is judged as an empty text, and the feedback says why.
+    selects the answers that are retried. Calls are read outside of thoughts. A thought that never ends is cut off
+    before the judge sees the text; where nothing else was said, the feedback says why.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class VisualQA:
 
     async def _judge(self, text: str, history: Sequence[Turn]) -> Step:
         problem = None
-        unfinished = split_thought(text).holds_nothing
+        said = split_thought(text)
         try:
-            verdict = await self.judge.judge(self._task, "" if unfinished else text, history)
+            verdict = await self.judge.judge(self._task, said.finished_text, history)
         except JudgeError as error:
             verdict, problem = Verdict(self.failed_reward, solved=False), f"{self._task.id}: {error}"
-        feedback = UNFINISHED_FEEDBACK if unfinished else verdict.feedback or self.config.feedback
+        feedback = UNFINISHED_FEEDBACK if said.holds_nothing else verdict.feedback or self.config.feedback
         told = Message("user", (feedback,))
         return Step(verdict.reward, (told,), self._end(verdict), verdict, judge_error=problem)
 

@@ -15,8 +15,7 @@ def score(answer: str, text: str, *, format_weight: float = 0.1, choices: Sequen
 
     Only what stands outside of thoughts counts. Accuracy: the last tag pair holds `answer`, without surrounding
     whitespace and regardless of case. Format: it is exactly one tag pair, which holds one of `choices` where these are
-    given. Raises ValueError when
-    `format_weight` is not in 0..1. Takes time linear in `text`.
+    given. Raises ValueError when `format_weight` is not in 0..1. Takes time linear in `text`.
     """
     if isinstance(format_weight, bool) or not isinstance(format_weight, int | float) or not 0 <= format_weight <= 1:
         raise ValueError(f"format_weight is {format_weight!r}; it must be a number from 0 to 1")
