@@ -34,7 +34,7 @@ class SplitTurn:
 
     text: str
     spans: tuple[tuple[int, int], ...]
-    """Begin and end of each thought in `text`, its tags included."""
+    """Begin and end of each thought in `text`, its tags included; in order, and never overlapping."""
     finished: bool
     """False when the last thought never ends: the turn was cut off in it, or ended without `</think>`."""
 

@@ -65,26 +65,26 @@ class Format:
 
     def parse(self, text: str) -> Parsed:
         """Reads a turn, to which the `<think>` of the chat template belongs. Takes time linear in `text`."""
-        said = split_thought(text)
+        split = split_thought(text)
         if self._inner:
-            within = text if said.thought is None else said.thought
+            within = text if split.thought is None else split.thought
             found = {part: _content(within, part) for part in self._thoughts}
         else:
-            found = {part: said.thought and said.thought.strip() for part in self._thoughts}
+            found = {part: split.thought and split.thought.strip() for part in self._thoughts}
         thoughts = {part: content for part, content in found.items() if content is not None}
         right = (
-            self._thought_is_right(said)
-            and _in_order(said.answer, self._after)
-            and not any(tag in said.answer for tag, _ in self._inner)
+            self._thought_is_right(split)
+            and _in_order(split.answer, self._after)
+            and not any(tag in split.answer for tag, _ in self._inner)
         )
-        return Parsed(_content(said.answer, self.tag), thoughts, right, said.holds_nothing)
+        return Parsed(_content(split.answer, self.tag), thoughts, right, split.holds_nothing)
 
-    def _thought_is_right(self, said: SplitTurn) -> bool:
+    def _thought_is_right(self, split: SplitTurn) -> bool:
         if not self._has_thought:
-            return not said.spans
-        missing = self._opened is False and not said.text.lstrip().startswith(OPEN)
-        in_order = not self._inner or _in_order((said.thought or "").strip(), self._inner)
-        return said.one_thought_first and not missing and in_order
+            return not split.spans
+        missing = self._opened is False and not split.text.lstrip().startswith(OPEN)
+        in_order = not self._inner or _in_order((split.thought or "").strip(), self._inner)
+        return split.one_thought_first and not missing and in_order
 
     def write(self, parts: Mapping[str, str]) -> str:
         """What the policy writes in the format; `parts` holds the thoughts and, under the answer's tag, the answer."""

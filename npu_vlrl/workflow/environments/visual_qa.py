@@ -71,12 +71,12 @@ class VisualQA:
 
     async def _judge(self, text: str, history: Sequence[Turn]) -> Step:
         problem = None
-        said = split_thought(text)
+        split = split_thought(text)
         try:
-            verdict = await self.judge.judge(self._task, said.finished_text, history)
+            verdict = await self.judge.judge(self._task, split.finished_text, history)
         except JudgeError as error:
             verdict, problem = Verdict(self.failed_reward, solved=False), f"{self._task.id}: {error}"
-        feedback = UNFINISHED_FEEDBACK if said.holds_nothing else verdict.feedback or self.config.feedback
+        feedback = UNFINISHED_FEEDBACK if split.holds_nothing else verdict.feedback or self.config.feedback
         told = Message("user", (feedback,))
         return Step(verdict.reward, (told,), self._end(verdict), verdict, judge_error=problem)
 

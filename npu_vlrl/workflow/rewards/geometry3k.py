@@ -16,9 +16,9 @@ def score(answer: str, text: str) -> Verdict:
     ends with `</think>`, and then an answer with a `\\boxed{…}`. The `<think>` may be missing: where the chat template
     wrote it, no sampled text has one. Raises DataError when `answer` cannot be parsed.
     """
-    said = split_thought(text)
-    box = last_box(said.answer)
+    split = split_thought(text)
+    box = last_box(split.answer)
     equal = equals(answer, box)
-    formatted = said.one_thought_first and box is not None
+    formatted = split.one_thought_first and box is not None
     terms = {"accuracy": 0.9 * equal, "format": 0.1 * formatted}
     return Verdict(sum(terms.values()), equal, NO_BOX_FEEDBACK if box is None else None, terms)

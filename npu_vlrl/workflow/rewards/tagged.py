@@ -21,10 +21,10 @@ def score(answer: str, text: str, *, format_weight: float = 0.1, choices: Sequen
         raise ValueError(f"format_weight is {format_weight!r}; it must be a number from 0 to 1")
     if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(f"choices is {choices!r}; it must be a list of strings (quote numbers and yes/no)")
-    said = split_thought(text).answer
-    content = last_tag(said)
+    outside = split_thought(text).answer
+    content = last_tag(outside)
     right = content is not None and bool(content) and content == _plain(answer)
-    formatted = content is not None and _is_one_tag(said) and _allowed(content, choices)
+    formatted = content is not None and _is_one_tag(outside) and _allowed(content, choices)
     terms = {"accuracy": (1 - format_weight) * right, "format": format_weight * formatted}
     return Verdict(sum(terms.values()), right, terms=terms)
 
