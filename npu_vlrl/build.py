@@ -117,7 +117,7 @@ def new_workflow(config: Config, setting: Setting, loaded: LoadedModel) -> Visio
     if processor is not None and processor.position_scale is not None:
         schemas = [on_scale(schema, processor.position_scale) for schema in schemas]
     return VisionMultiTurnAgenticWorkflow(
-        config.workflow, renderer, lambda: setting.new_environment(processor), schemas
+        config.workflow, renderer, lambda: setting.new_environment(processor, renderer.opens_thought), schemas
     )
 
 
@@ -150,7 +150,8 @@ def new_learners(config: Config, parts: Parts) -> LearnerGroup:
 class Setting:
     """What the configured environment is to the rest of a run."""
 
-    new_environment: Callable[[ImageProcessor | None], Environment]
+    new_environment: Callable[[ImageProcessor | None, bool | None], Environment]
+    """Takes what makes patches of pictures, and whether the chat template opens a thought (None: no model)."""
     schemas: Sequence[Mapping[str, Any]] = ()
     """Functions that the policy is told it may call."""
     check_gold: Callable[[str], None] | None = None
@@ -165,7 +166,7 @@ def make_setting(config: Config, cleanup: ExitStack) -> Setting:
 def _game(config: Config) -> Setting:
     with blaming("environment"):
         new_environment = game_environments(config.environment)
-    return Setting(lambda _: new_environment())
+    return Setting(lambda _, opened: new_environment(opened))
 
 
 def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
@@ -177,7 +178,7 @@ def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
         toolbox = Toolbox(workflow.tools, workers=workflow.tool_workers, deadline_s=workflow.tool_deadline_s)
     cleanup.callback(toolbox.close)
     return Setting(
-        lambda processor: VisualQA(workflow, judge, toolbox, reward.failed_reward, processor),
+        lambda processor, _: VisualQA(workflow, judge, toolbox, reward.failed_reward, processor),
         toolbox.schemas() if workflow.describe_tools else (),
         judge.check_gold,
     )

@@ -84,7 +84,7 @@ def play(config: Config, number: int, images: Path | None, show: bool, max_turns
             raise ConfigError(
                 f"--task {number}: data.train has no such task; the first one is 0, choose a smaller number"
             )
-        environment = setting.new_environment(_processor(config, cleanup))
+        environment = setting.new_environment(_processor(config, cleanup), None)
         screen = Screen(images, show)
         opening = runner.run(environment.reset(task))
         screen.line(f"{task.id}. {HELP}")

@@ -36,6 +36,7 @@ class Run:
         check_installed(config.run.sinks)
         self.folder = RunFolder(config, cleanup)
         self.parts: Parts = build(config, self.folder.path, cleanup, draws)
+        self.folder.thought_opened = self.parts.workflow.renderer.opens_thought
         self.console = ConsoleReport(config.train.steps, config.run.log_every)
         self.sinks = cleanup.enter_context(Sinks(config.run.sinks, self._opening, self.console.line))
         self.folder.begin()

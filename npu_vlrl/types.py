@@ -321,7 +321,7 @@ class Turn:
     context: tuple[Segment, ...]
     action: Segment
     text: str
-    """The decoded action, for judges and people; never encoded again."""
+    """The decoded action, behind the `<think>` that the template opened for it, if it did; never encoded again."""
     verdict: Verdict | None = None
     """None when the turn was a tool call."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -508,7 +508,7 @@ class Environment(Protocol):
         ...
 
     async def step(self, text: str, history: Sequence[Turn]) -> Step:
-        """Answers what the policy said; `history` holds the earlier turns. Bad moves are told to it, never raised."""
+        """Answers a turn; `text` as in `Turn`, `history` holds the earlier ones. Bad moves are told, never raised."""
         ...
 
     def state_key(self) -> str | None:

@@ -13,7 +13,7 @@ from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import replace_weights
 from npu_vlrl.rollout.demonstrations import ScriptedSession, played, script
 from npu_vlrl.run import Run
-from npu_vlrl.types import DataError, Task, Trajectory
+from npu_vlrl.types import DataError, Sample, Task, Trajectory
 from npu_vlrl.workflow.environments import GameEnvironment
 from npu_vlrl.workflow.export import export
 from npu_vlrl.workflow.vision_multiturn import Sampling
@@ -43,7 +43,7 @@ async def warm_start(run: Run, between: Callable[[str], None] = lambda _: None) 
         shown = await _demonstrate(run, tasks, step)
         right += sum(trajectory.solved_first_try for trajectory in shown)
         solved += sum(trajectory.solved for trajectory in shown)
-        loss = learner.supervise(export(shown, "concat", "best", 1.0, str(loaded.folder)), config.warm_start.lr)
+        loss = learner.supervise(demonstrated_samples(shown, str(loaded.folder)), config.warm_start.lr)
     export_model(loaded, target)
     learner.forget_features()
     episodes = config.warm_start.steps * config.warm_start.batch
@@ -72,10 +72,16 @@ async def _demonstrate(run: Run, tasks: TaskSource, step: int) -> list[Trajector
     return shown
 
 
+def demonstrated_samples(shown: list[Trajectory], template: str) -> list[Sample]:
+    """One of each episode, or of each turn where the chat template rewrites history."""
+    rewritten = any(trajectory.rewritten_turn() is not None for trajectory in shown)
+    return export(shown, "individual" if rewritten else "concat", "best", 1.0, template)
+
+
 def _lines(run: Run, task: Task, rng: random.Random) -> Iterable[str]:
     config, environment = run.config, run.parts.workflow.new_environment()
-    share = config.warm_start.right_share
+    share, opened = config.warm_start.right_share, run.parts.workflow.renderer.opens_thought
     if isinstance(environment, GameEnvironment):
         own = random.Random(rng.random())  # an episode is played line by line, at the same time as others
-        return played(environment.game, task.extra["seed"], config.environment, share, own)
-    return script(task, share, rng, tries=config.workflow.max_turns - 1)
+        return played(environment.game, task.extra["seed"], config.environment, share, own, opened)
+    return script(task, share, rng, config.workflow.max_turns - 1, opened)

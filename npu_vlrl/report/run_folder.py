@@ -64,6 +64,8 @@ class RunFolder:
         self.path = Path(config.run.dir)
         self._config = config
         self._cleanup = cleanup
+        self.thought_opened: bool | None = None
+        """Whether the chat template opens a thought, once that is known: records say what the turns of a game say."""
         self.resumed = (self.path / "config.yaml").is_file()
         if self.resumed:
             self._check_resumable(config)
@@ -111,7 +113,7 @@ class RunFolder:
     ) -> None:
         """Writes each trajectory with its tokens; pictures go to `images/HASH.png`, once each."""
         environment = self._config.environment
-        form = make_format(environment) if environment.is_game else None
+        form = make_format(environment, self.thought_opened) if environment.is_game else None
         own: dict[str, dict[str, Sequence[float]]] = {}
         for name, numbers in advantages.items():  # of a whole episode, or of one turn of it
             for episode in {name, name.rpartition("/")[0]}:

@@ -11,14 +11,18 @@ from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.types import DataError, Generation, SamplingParams, Segment, StopReason, Task
 from npu_vlrl.workflow.environments.formats import THOUGHTS, make_format
 from npu_vlrl.workflow.environments.game import Game, Move
+from npu_vlrl.workflow.thought import CLOSE
 
 CHOICES = ("up", "right", "down", "left")
 LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
+LEFT_OPEN = f"…\n{CLOSE}\n\n"
+"""What the demonstrator thinks where the chat template opens a thought; white space as in Qwen's templates."""
 
 
-def script(task: Task, right_share: float, rng: random.Random, tries: int) -> list[str]:
+def script(task: Task, right_share: float, rng: random.Random, tries: int, opened: bool = False) -> list[str]:
     """What a demonstrator says in an episode of a generated task: look first, then answers, of which `right_share`
-    are right and the others drawn evenly from the wrong ones. No answer is given twice.
+    are right and the others drawn evenly from the wrong ones. No answer is given twice. `opened`: the chat template
+    opens a thought, which is ended first.
     """
     left = list(CHOICES)
     lines = [LOOK]
@@ -29,17 +33,24 @@ def script(task: Task, right_share: float, rng: random.Random, tries: int) -> li
         assert answer is not None
         left.remove(answer)
         lines.append(f"<answer>{answer}</answer>")
-    return lines
+    return [LEFT_OPEN + line for line in lines] if opened else lines
 
 
-def played(game: Game, seed: int, config: EnvironmentConfig, right_share: float, rng: random.Random) -> Iterator[str]:
+def played(
+    game: Game,
+    seed: int,
+    config: EnvironmentConfig,
+    right_share: float,
+    rng: random.Random,
+    opened: bool | None = None,
+) -> Iterator[str]:
     """What a demonstrator says in an episode of a game, of which `game` is its own copy.
 
     A turn takes one to `max_actions` actions. Of all actions `right_share` are the first of the game's solution from
     where it stands, and the others drawn evenly from the other ones; from all, where there is no solution. The
-    demonstrator thinks its plan, and leaves open what it sees and expects.
+    demonstrator thinks its plan, and leaves open what it sees and expects. `opened`: see `formats.Format`.
     """
-    form = make_format(config)
+    form = make_format(config, opened)
     game.start(seed)
     move = Move()
     while not move.last:

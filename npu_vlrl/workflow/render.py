@@ -26,6 +26,7 @@ from npu_vlrl.types import (
     SpecialTokens,
     ToolResult,
 )
+from npu_vlrl.workflow.thought import opened_thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +64,16 @@ class Conversation:
     @property
     def n_tokens(self) -> int:
         return sum(map(len, self.context))
+
+    @property
+    def opened_thought(self) -> str:
+        """What the generation prompt holds of the coming turn, such as `<think>\\n`: a thought that it leaves open."""
+        return _opened_thought(self.text)
+
+
+def _opened_thought(text: str) -> str:
+    """Reads the generation prompt, which follows the last end of a turn: no content can look like one."""
+    return opened_thought(text.rpartition(END_OF_TURN)[2])
 
 
 class _ControlTokens:
@@ -110,6 +121,8 @@ class Renderer:
 
     special: SpecialTokens
     """Ids with a meaning of their own; no placeholders for a text-only model."""
+    opens_thought: bool
+    """The generation prompt ends inside a `<think>`, so the policy samples no such tag."""
 
     def __init__(
         self,
@@ -128,6 +141,7 @@ class Renderer:
         self._control = _ControlTokens(tokenizer)
         self._plain_content = _PROBE in self._probe({"role": "user", "content": _PROBE})
         self._tool_role = self._has_tool_role()
+        self.opens_thought = bool(_opened_thought(self._probe(self._as_dict(Message("user", (_PROBE,))))))
 
     def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Conversation:
         """A conversation whose context is one PROMPT.
@@ -147,14 +161,16 @@ class Renderer:
     def reply(self, conversation: Conversation, action: Segment, new: Sequence[Message]) -> Conversation:
         """Adds the policy's turn and the messages that answer it.
 
-        The action's ids are kept. The OBSERVATION starts with the closing token when the action lacks it, because it
+        The action's ids are kept. The template is given the turn with the `<think>` that it opened, so that it can tell
+        the thought from the answer. The OBSERVATION starts with the closing token when the action lacks it, because it
         was cut or ended otherwise. When the template changes anything before that point, the result is `rewritten`.
         Raises DataError as `open` does.
         """
         assert action.kind is SegmentKind.ACTION
         described = self._describe(new)
         answer = self.decode(action.token_ids)
-        messages = (*conversation.messages, Message("assistant", (answer,)), *new)
+        turn = Message("assistant", (conversation.opened_thought + answer,))
+        messages = (*conversation.messages, turn, *new)
         text = self._render(messages, conversation.tools)
         before = conversation.text + self._control.mark(answer) + END_OF_TURN
         if rewritten := not text.startswith(before):

@@ -95,7 +95,7 @@ class VisionMultiTurnAgenticWorkflow:
             params = sampling.for_turn(group, member, len(turns), budget)
             generation = await session.generate(conversation.context, params)
             state = environment.state_key()
-            text = self._text(generation)
+            text = conversation.opened_thought + self._text(generation)
             step = await environment.step(text, turns)
             action = self._action(generation, step.reward, budget)
             turns.append(_turn(conversation, action, text, step, state))  # feedback only once it is told

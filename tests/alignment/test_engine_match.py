@@ -127,17 +127,21 @@ def test_the_models_make_both_kinds_of_turns() -> None:
         assert 5 < reasons.count(StopReason.END_OF_TURN) < len(reasons) - 5
 
 
+@pytest.mark.parametrize("template", ["qwen3_5_think", "qwen3_vl_thinking"])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_template_that_rewrites_history(style: str) -> None:
+def test_a_template_that_rewrites_history(style: str, template: str) -> None:
     """Individual samples carry each turn's own context; one sequence for the episode does not exist."""
-    folder = qwen_folder("qwen3_vl", "qwen3_5_think")
+    folder = qwen_folder("qwen3_vl", template)
     stage = Stage(loaded(folder))
     tasks = [task("t", [picture(64, 64, 1), "up?"], Reply("seen", (picture(40, 90, 2),)), Reply("no"))]
-    trajectories = stage.play(tasks)
-    assert all(trajectory.rewritten_turn() is not None for trajectory in trajectories)
+    trajectories = stage.play(tasks, members=4)
+    check_tokens(stage, trajectories)
+    rewritten = [trajectory.rewritten_turn() is not None for trajectory in trajectories]
+    # Qwen3-VL's goes on after a thought that has no end, or the white space that it writes itself
+    assert all(rewritten) or (template == "qwen3_vl_thinking" and any(rewritten))
     if style == "concat":
-        with pytest.raises(ValueError, match=r"qwen3_5_think rewrote the history before turn \d"):
-            export(trajectories, "concat", "best", 1.0, "qwen3_5_think")
+        with pytest.raises(ValueError, match=rf"{template} rewrote the history before turn \d"):
+            export(trajectories, "concat", "best", 1.0, template)
         return
     samples = export(trajectories, "individual", "best", 1.0, "test")
     assert [sum(sample.loss_mask) for sample in samples] == [len(t.action) for tr in trajectories for t in tr.turns]

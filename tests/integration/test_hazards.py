@@ -98,6 +98,7 @@ COVERED = {
     ],
     "a template that strips thoughts": [
         f"{CASES}::test_a_vision_template_that_rewrites_keeps_all_images_in_order",
+        "alignment/test_render_thinking.py::test_when_qwen3_vl_thinking_rewrites",
         f"{LIMITS}::test_rewriting_templates_keep_the_images_of_the_history",
         "workflow/test_export.py::test_concat_refuses_a_template_that_rewrote_history_and_names_the_turn",
     ],

@@ -13,6 +13,7 @@ from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.run_folder import RunFolder
 from npu_vlrl.types import EpisodeStatus, Task, Trajectory
 from npu_vlrl.workflow.environments.game import GameEnvironment
+from npu_vlrl.workflow.thought import UNFINISHED_FEEDBACK
 from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
 from tests.support.corridor import Corridor
 from tests.support.scripted import play, tiny_renderer
@@ -56,7 +57,7 @@ def test_turns_are_recorded_with_state_terms_what_was_said_and_what_was_told(tmp
             "1 of 5, goal 4",
             {"reward": 0.0, "solved": False, "terms": {"format": 0.0}},
             {"answer": None, "thoughts": {}, "right": False},
-            f"Nothing was done. Write {form}\n",
+            f"Nothing was done. {UNFINISHED_FEEDBACK} Write {form}\n",
         ),
         (
             "1 of 5, goal 4",
@@ -79,7 +80,7 @@ def test_the_screen_shows_states_terms_and_what_was_told(tmp_path: Path, capsys:
         "  feedback  | 'Done: Wait.\\n'",
         "  state     | '1 of 5, goal 4'",
         f"  model     | {LINES[1]!r}   [end_of_turn, reward 0, format 0]",
-        "  feedback  | 'Nothing was done. Write <think>…</think><answer>…</answer>\\n'",
+        f"  feedback  | 'Nothing was done. {UNFINISHED_FEEDBACK} Write <think>…</think><answer>…</answer>\\n'",
         "  state     | '1 of 5, goal 4'",
         f"  model     | {LINES[2]!r}   [end_of_turn, reward -0.5, toll -0.5, goal 0, format 0]",
     ]

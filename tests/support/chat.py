@@ -15,8 +15,8 @@ from npu_vlrl.types import Image, ImageInput, Message, Segment, SegmentKind, Spe
 from npu_vlrl.workflow.render import Renderer
 from tests.support.tokenizers import qwen_tokenizer, template
 
-VISION_TEMPLATES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5_think": 16}
-"""Patch size by template; the third one rewrites history."""
+VISION_TEMPLATES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_thinking": 16, "qwen3_5_think": 16}
+"""Patch size by template; those of thinking models rewrite history."""
 IMAGE_PAD = 151655
 
 

@@ -61,7 +61,8 @@ def qwen_folder(kind: str, template_name: str | None = None) -> Path:
         family = AutoModelForImageTextToText if is_vision(kind) else AutoModelForCausalLM
         model = family.from_config(config)
     _randomise(model, std=0.12)
-    _make_ends_likely(model, tokenizer.convert_tokens_to_ids("<|im_end|>"), below=4.5)
+    for end in ("<|im_end|>", *(["</think>"] if "think" in name else [])):
+        _make_ends_likely(model, tokenizer.convert_tokens_to_ids(end), below=4.5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(template(name))

@@ -1,7 +1,7 @@
 """The real Qwen vocabulary and chat templates, taken from packages that ship them (test dependencies, not copies).
 
 `dashscope` carries the byte-pair ranks of Qwen; `trl` carries the published chat templates. Neither is imported: only
-their files are read.
+their files are read. A template that `trl` lacks is in `tests/assets/chat_templates`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 TEMPLATES = ("qwen2_5_vl", "qwen3_vl", "qwen2_5", "qwen3")
 """Names for `template`; the first two take images."""
+
+ASSETS = Path(__file__).parents[1] / "assets" / "chat_templates"
 
 CONTROL_TOKENS = [
     "<|endoftext|>",
@@ -51,7 +53,9 @@ def _installed_file(package: str, path: str) -> Path:
 
 def template(name: str) -> str:
     """The chat template that a model is published with (never the variant patched for training)."""
-    return _installed_file("trl", f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+    own = ASSETS / f"{name}.jinja"
+    file = own if own.is_file() else _installed_file("trl", f"chat_templates/{name}.jinja")
+    return file.read_text(encoding="utf-8")
 
 
 def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:

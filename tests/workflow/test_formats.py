@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_vlrl.workflow.environments.formats import THOUGHTS, Format
+from npu_vlrl.workflow.thought import CLOSE, OPEN
 
 FORMS = {
     "no_think": "<answer>A</answer>",
@@ -42,7 +43,7 @@ def test_the_published_form_is_right_with_any_white_space_between_tags(name: str
 
 @pytest.mark.parametrize("name", FORMS)
 def test_no_tag_may_be_missing_doubled_or_moved_and_no_text_may_stand_outside(name: str) -> None:
-    form, whole = Format(name), pieces(name)
+    form, whole = Format(name, opened=False), pieces(name)
     tags = [i for i, piece in enumerate(whole) if piece[0] == "<"]
     broken = [whole[:i] + whole[i + 1 :] for i in tags]
     broken += [[*whole[:i], whole[i], *whole[i:]] for i in tags]
@@ -61,22 +62,37 @@ def test_no_tag_may_be_missing_doubled_or_moved_and_no_text_may_stand_outside(na
 TOKENS = ["<think>", "</think>", "<observation>", "</observation>", "<reasoning>", "</reasoning>", "<prediction>"]
 TOKENS += ["</prediction>", "<answer>", "</answer>", " ", "\n", "Up", "<", "think>", "<eoa>"]
 GAP = r"\s*"
-ORACLE = {
-    "no_think": r"<answer>.*</answer>",
-    "free_think": r"<think>.*</think>\s*<answer>.*</answer>",
-    "grounding": GAP.join([r"<think>", r"<observation>.*</observation>", r"<reasoning>.*</reasoning>", r"</think>"])
-    + r"\s*<answer>.*</answer>",
+THOUGHT = {
+    "free_think": ".*",
+    "grounding": GAP.join(["", r"<observation>.*</observation>", r"<reasoning>.*</reasoning>", ""]),
 }
 
 
+def expected(name: str, text: str) -> bool:
+    """The definition of a right text under a template that opens no thought, by regular expressions alone."""
+    if name == "no_think":
+        thought, after = "", text
+    else:
+        parts = re.fullmatch(r"\s*<think>(?!\s*<think>)(.*?)</think>(.*)", text, re.DOTALL)
+        if parts is None:
+            return False
+        thought, after = parts.groups()
+        inner = [tag for tag in pieces(name)[1:] if tag[0] == "<" and "think" not in tag and "answer" not in tag]
+        if re.fullmatch(THOUGHT[name], thought, re.DOTALL) is None or any(text.count(tag) != 1 for tag in inner):
+            return False
+    form = re.fullmatch(r"\s*<answer>.*</answer>\s*", after, re.DOTALL)
+    once = after.count("<answer>") == after.count("</answer>") == 1
+    return form is not None and once and OPEN not in after and CLOSE not in after
+
+
 @given(
-    name=st.sampled_from(sorted(ORACLE)),
+    name=st.sampled_from(["no_think", *sorted(THOUGHT)]),
     tokens=st.lists(st.sampled_from(TOKENS), max_size=14),
     swaps=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(TOKENS)), max_size=2),
     from_form=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_right_is_a_whole_match_in_which_each_tag_stands_once(
+def test_right_is_a_thought_and_an_answer_in_which_each_tag_stands_once(
     name: str, tokens: list[str], swaps: list[tuple[int, str]], from_form: bool
 ) -> None:
     if from_form:
@@ -84,9 +100,7 @@ def test_right_is_a_whole_match_in_which_each_tag_stands_once(
         for place, token in swaps:
             tokens.insert(place % (len(tokens) + 1), token)
     text = "".join(tokens)
-    once = all(text.count(tag) == 1 for tag in pieces(name) if tag[0] == "<")
-    expected = once and re.fullmatch(GAP + ORACLE[name] + GAP, text, re.DOTALL) is not None
-    assert Format(name).parse(text).right == expected
+    assert Format(name, opened=False).parse(text).right == expected(name, text)
 
 
 @given(st.text(max_size=40).filter(lambda text: "<" not in text))
@@ -143,10 +157,10 @@ def test_tags_that_cannot_be_told_apart_are_refused() -> None:
         ("no_think", "answer", "</answer>!"),
         ("no_think", "answer", "wer>"),
         ("no_think", "answer", " <eoa>"),
+        ("no_think", "think", ""),  # an answer is no thought
     ]:
         with pytest.raises(ValueError, match=r"cannot be told apart; choose another answer_tag or end_token"):
             Format(name, tag, end)
-    Format("no_think", "think", "<eoa>")
 
 
 def test_the_policy_is_told_the_form_and_what_to_write_where() -> None:
@@ -155,3 +169,71 @@ def test_the_policy_is_told_the_form_and_what_to_write_where() -> None:
         "Write exactly in this form: <think><reasoning>…</reasoning><prediction>…</prediction></think>"
         "<answer>…</answer> (in <reasoning> how you decide, in <prediction> what you expect to see next)"
     )
+
+
+# Thoughts
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "no_think"])
+def test_the_opening_tag_may_be_the_templates(name: str) -> None:
+    """A policy samples none where the generation prompt ends with `<think>`."""
+    sampled = FORMS[name].removeprefix("<think>")
+    whole = Format(name).parse(FORMS[name])
+    for text in (sampled, "\n" + sampled):
+        assert Format(name).parse(text) == Format(name, opened=True).parse(text) == whole
+    assert Format(name, opened=True).parse(f"<think>\n{sampled}") == whole  # as the workflow hands it on
+    assert not Format(name, opened=False).parse(sampled).right  # nobody opened it
+    assert Format(name, opened=True).write(
+        dict.fromkeys(["think", "observation", "reasoning", "prediction", "answer"], "x")
+    ) == (re.sub("[A-Z]", "x", sampled))
+
+
+def test_a_policy_is_not_asked_for_a_tag_that_stands_there_already() -> None:
+    form = Format("free_think", opened=True)
+    assert form.form == "…</think><answer>…</answer>"
+    assert form.instructions == (
+        "<think> is written already. Go on exactly in this form: …</think><answer>…</answer> "
+        "(in <think> what you think)"
+    )
+    assert Format("grounding", opened=True).form == (
+        "<observation>…</observation><reasoning>…</reasoning></think><answer>…</answer>"
+    )
+
+
+def test_no_think_has_a_thought_only_where_the_template_opens_one() -> None:
+    text = "<think>\nhm</think>\n\n<answer>Up</answer>"
+    assert [Format("no_think", opened=opened).parse(text).right for opened in (True, False, None)] == [
+        True,
+        False,
+        False,
+    ]
+    assert Format("no_think", opened=True).form == "</think><answer>…</answer>"
+    assert Format("no_think", opened=True).parse(f"<think>\n{Format('no_think', opened=True).form}").right
+
+
+@pytest.mark.parametrize("opened", [True, False, None])
+def test_what_is_drafted_in_a_thought_is_no_answer(opened: bool | None) -> None:
+    form = Format("free_think", opened=opened)
+    drafted = form.parse("<think>Maybe <answer>Left</answer>. No.</think><answer>Up</answer>")
+    assert (drafted.answer, drafted.right) == ("Up", True)
+    only = form.parse("<think>Maybe <answer>Left</answer>. No.</think>Well.")
+    assert (only.answer, only.right, only.unfinished) == (None, False, False)
+    cut = form.parse("<think>\nMaybe <answer>Left</answer>")
+    assert (cut.answer, cut.right, cut.unfinished, cut.thoughts) == (None, False, True, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think><think>a</think><answer>Up</answer>",  # a second opening
+        "<think>a</think><think>b</think><answer>Up</answer>",
+        "<think>a <think>b</think> c</think><answer>Up</answer>",
+        "<think>a</think><answer>Up</answer> </think>",
+        "<think>a</think><answer>Up</answer> <think>",
+        "well <think>a</think><answer>Up</answer>",
+    ],
+)
+def test_thoughts_that_are_not_in_the_format(text: str) -> None:
+    parsed = Format("free_think").parse(text)
+    assert (parsed.right, parsed.answer) == (False, "Up")
+    assert Format("free_think").parse("<think>Tags: <think> and so on.</think><answer>Up</answer>").right

@@ -13,6 +13,7 @@ from math_verify import LatexExtractionConfig, parse
 from npu_vlrl.types import DataError, JudgeError, Verdict
 from npu_vlrl.workflow.rewards import geometry3k, make_judge, math_verify, python, tagged
 from npu_vlrl.workflow.rewards.math_verify import last_box
+from npu_vlrl.workflow.thought import split_thought
 
 
 def boxed(content: str) -> str:
@@ -161,10 +162,16 @@ def test_bad_golds_are_data_errors_and_never_a_reward(gold: str, reason: str) ->
         ("  <think>hm\nhm</think>\nSo \\boxed{80}.\n", 1, 1),
         ("\\boxed{80}", 1, 0),
         ("<think>hm</think>\\boxed{81}", 0, 1),
-        ("<think>\\boxed{80}</think> 80", 1, 0),
+        ("<think>\\boxed{80}</think> 80", 0, 0),
+        ("<think>\\boxed{81}</think>\\boxed{80}", 1, 1),
+        ("<think>The tag <think> is there.</think>\\boxed{80}", 1, 1),
+        ("hm\n</think>\n\n\\boxed{80}", 1, 1),
+        ("\\boxed{80}</think>", 0, 0),
+        ("<think><think>hm</think>\\boxed{80}", 1, 0),
+        ("<think>hm</think>\\boxed{80}</think>", 1, 0),
         ("well <think>hm</think>\\boxed{80}", 1, 0),
         ("<think>a</think><think>b</think>\\boxed{80}", 1, 0),
-        ("<think>hm \\boxed{80}", 1, 0),
+        ("<think>hm \\boxed{80}", 0, 0),
         ("<think>hm</think>\\boxed{80", 0, 0),
         ("<think>hm</think> 80", 0, 0),
         ("", 0, 0),
@@ -175,7 +182,7 @@ def test_geometry3k(text: str, accuracy: int, form: int) -> None:
     assert verdict.reward == pytest.approx(0.9 * accuracy + 0.1 * form)
     assert verdict.solved == bool(accuracy)
     assert verdict.terms == pytest.approx({"accuracy": 0.9 * accuracy, "format": 0.1 * form})
-    assert (verdict.feedback is None) == (last_box(text) is not None)
+    assert (verdict.feedback is None) == (last_box(split_thought(text).answer) is not None)
 
 
 @pytest.mark.parametrize(

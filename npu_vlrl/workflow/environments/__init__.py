@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from typing import Protocol
 
 from pydantic import PydanticUserError, ValidationError, validate_call
 
@@ -27,7 +27,13 @@ GAMES = {
 }
 
 
-def game_environments(config: EnvironmentConfig) -> Callable[[], GameEnvironment]:
+class NewGameEnvironment(Protocol):
+    """Makes an environment for one episode; `opened`: see `formats.Format`."""
+
+    def __call__(self, opened: bool | None = None) -> GameEnvironment: ...
+
+
+def game_environments(config: EnvironmentConfig) -> NewGameEnvironment:
     """Makes environments of a game of `GAMES`, or of the user's `path/to/file.py:function`, one for each episode.
 
     Raises ValueError for an unknown name or option, a value of the wrong type or one that the game refuses, a file
@@ -50,9 +56,9 @@ def game_environments(config: EnvironmentConfig) -> Callable[[], GameEnvironment
             "and lists and dicts of them"
         ) from error
 
-    def make() -> GameEnvironment:
+    def make(opened: bool | None = None) -> GameEnvironment:
         game: Game = OwnGame(config.name, lambda: checked(**config.options)) if own else checked(**config.options)
-        return GameEnvironment(game, config)
+        return GameEnvironment(game, config, opened)
 
     try:
         first = make().game  # a game refuses a bad value before training, not at the first episode

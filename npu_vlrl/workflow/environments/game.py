@@ -11,6 +11,7 @@ from typing import Protocol
 from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.types import DataError, EpisodeStatus, Image, Message, Step, Task, Turn, Verdict
 from npu_vlrl.workflow.environments.formats import Parsed, make_format
+from npu_vlrl.workflow.thought import UNFINISHED_FEEDBACK
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ class GameEnvironment:
     """See `types.Environment`. Each turn takes up to `max_actions` actions out of the answer, until the game is over.
 
     A turn earns what its actions earn, and `format_reward` when its text is right in form and names only actions of the
-    game. An unknown action ends the turn: the actions before it count, those after it do not.
+    game. An unknown action ends the turn: the actions before it count, those after it do not. `opened`: see `Format`.
     Raises ValueError when the actions of the game cannot be told apart, or hold the separator.
     """
 
-    def __init__(self, game: Game, config: EnvironmentConfig) -> None:
+    def __init__(self, game: Game, config: EnvironmentConfig, opened: bool | None = None) -> None:
         self.game = game
-        self.format = make_format(config)
+        self.format = make_format(config, opened)
         self.config = config
         self._actions = {action.casefold(): action for action in game.actions}
         words = all(a and a == a.strip() and config.separator not in a for a in game.actions)
@@ -127,6 +128,8 @@ class GameEnvironment:
             told.append(f"There is no action {names[len(known)][:40]!r}; the actions are {self._listed()}.")
         elif len(names) > most:
             told.append(f"Only {most} actions count in a turn.")
+        if parsed.unfinished:
+            told.append(UNFINISHED_FEEDBACK)
         if not parsed.right or not names:
             told.append(f"Write {self.format.form}")
         return " ".join(told) + "\n"

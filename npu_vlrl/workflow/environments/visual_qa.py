@@ -20,6 +20,7 @@ from npu_vlrl.types import (
     Turn,
     Verdict,
 )
+from npu_vlrl.workflow.thought import UNFINISHED_FEEDBACK, split_thought
 from npu_vlrl.workflow.tools import Frame, Toolbox, ToolContext
 from npu_vlrl.workflow.tools.hermes import ParsedCalls, parse_tool_calls
 
@@ -29,7 +30,8 @@ class VisualQA:
 
     Tools take positions in the pixels that `processor` makes of a picture, or on the scale that it names; without one
     (a text-only model), in the pixels of the picture itself. The judge scores what is no tool call, and `retry_when`
-    selects the answers that are retried.
+    selects the answers that are retried. Calls are read outside of thoughts. A thought that never ends is cut off
+    before the judge sees the text; where nothing else was said, the feedback says why.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class VisualQA:
 
     async def _judge(self, text: str, history: Sequence[Turn]) -> Step:
         problem = None
+        split = split_thought(text)
         try:
-            verdict = await self.judge.judge(self._task, text, history)
+            verdict = await self.judge.judge(self._task, split.finished_text, history)
         except JudgeError as error:
             verdict, problem = Verdict(self.failed_reward, solved=False), f"{self._task.id}: {error}"
-        told = Message("user", (verdict.feedback or self.config.feedback,))
+        feedback = UNFINISHED_FEEDBACK if split.holds_nothing else verdict.feedback or self.config.feedback
+        told = Message("user", (feedback,))
         return Step(verdict.reward, (told,), self._end(verdict), verdict, judge_error=problem)
 
     def _end(self, verdict: Verdict) -> EpisodeStatus | None:

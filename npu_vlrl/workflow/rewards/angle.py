@@ -8,6 +8,7 @@ from typing import Literal
 
 from npu_vlrl.types import DataError, Verdict
 from npu_vlrl.workflow.rewards.tagged import last_tag
+from npu_vlrl.workflow.thought import split_thought
 
 Distance = Literal["circular", "linear"]
 
@@ -32,7 +33,8 @@ def apart(angle: float, gold: float, distance: Distance) -> float:
 
 
 def score_angle(answer: str, text: str, zero_at: float, distance: Distance, solved_within: float) -> Verdict:
-    """Reward max(0, 1 - d / zero_at) for d degrees between `answer` and the last `<answer>…</answer>` of `text`.
+    """Reward max(0, 1 - d / zero_at) for d degrees between `answer` and the last `<answer>…</answer>` of `text`,
+    outside of its thoughts.
 
     Solved when d is at most `solved_within`. No angle scores 0. Raises ValueError for a bad option, DataError for an
     `answer` that is no angle. Takes time linear in `text`.
@@ -42,7 +44,7 @@ def score_angle(answer: str, text: str, zero_at: float, distance: Distance, solv
     if isinstance(solved_within, bool) or not isinstance(solved_within, int | float) or not 0 <= solved_within <= 180:
         raise ValueError(f"solved_within is {solved_within!r}; it must be a number of degrees from 0 to 180")
     gold = _gold_angle(answer)
-    content = last_tag(text)
+    content = last_tag(split_thought(text).answer)
     angle = None if content is None else read_angle(content)
     if angle is None:
         return Verdict(0.0, False, NO_ANGLE_FEEDBACK, {"angle": 0.0})

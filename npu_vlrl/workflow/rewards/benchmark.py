@@ -14,12 +14,13 @@ from npu_vlrl.types import DataError, Verdict
 from npu_vlrl.workflow.rewards import math_verify
 from npu_vlrl.workflow.rewards.extract import boxed, first_letter, letter, number, yes_or_no
 from npu_vlrl.workflow.rewards.math_verify import last_box
+from npu_vlrl.workflow.thought import split_thought
 
 Extra = Mapping[str, Any]
 
 
 def score(answer: str, text: str, extra: Extra) -> Verdict:
-    """1 when `text` answers rightly by the rule of the benchmark, else 0; solved when right.
+    """1 when `text`, outside of its thoughts, answers rightly by the rule of the benchmark, else 0; solved when right.
 
     `extra` is `extra_info` of the task. Raises DataError when it names no benchmark, or when `answer` cannot be judged
     against.
@@ -30,7 +31,7 @@ def score(answer: str, text: str, extra: Extra) -> Verdict:
             f"extra_info.benchmark is {extra.get('benchmark')!r}; make the data with `npu-vlrl data benchmark`, or use "
             "another reward.rule"
         )
-    right = rule(answer, text, extra)
+    right = rule(answer, split_thought(text).answer, extra)
     return Verdict(float(right), right, terms={"accuracy": float(right)})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from npu_vlrl.types import Verdict
 from npu_vlrl.workflow.rewards.math_verify import NO_BOX_FEEDBACK, check_gold, equals, last_box
+from npu_vlrl.workflow.thought import split_thought
 
 __all__ = ["check_gold", "score"]
 
@@ -11,16 +12,13 @@ __all__ = ["check_gold", "score"]
 def score(answer: str, text: str) -> Verdict:
     """0.9 * accuracy + 0.1 * format; solved by accuracy alone, so that a correct, unformatted answer is not retried.
 
-    Accuracy: the last box equals `answer` by math-verify. Format: the whole text, without surrounding whitespace, is
-    one `<think>…</think>` and then text with a `\\boxed{…}`. Raises DataError when `answer` cannot be parsed.
+    Accuracy: the last box outside of thoughts equals `answer` by math-verify. Format: the text is one thought, which
+    ends with `</think>`, and then an answer with a `\\boxed{…}`. The `<think>` may be missing: where the chat template
+    wrote it, no sampled text has one. Raises DataError when `answer` cannot be parsed.
     """
-    box = last_box(text)
+    split = split_thought(text)
+    box = last_box(split.answer)
     equal = equals(answer, box)
-    terms = {"accuracy": 0.9 * equal, "format": 0.1 * _formatted(text)}
+    formatted = split.one_thought_first and box is not None
+    terms = {"accuracy": 0.9 * equal, "format": 0.1 * formatted}
     return Verdict(sum(terms.values()), equal, NO_BOX_FEEDBACK if box is None else None, terms)
-
-
-def _formatted(text: str) -> bool:
-    once = text.count("<think>") == text.count("</think>") == 1
-    thought, _, answer = text.strip().partition("</think>")
-    return once and thought.startswith("<think>") and last_box(answer) is not None

@@ -15,6 +15,7 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 
 from npu_vlrl.types import DataError, Verdict
+from npu_vlrl.workflow.thought import split_thought
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every start that its timeouts are off
 
@@ -25,12 +26,12 @@ _TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
 def score(answer: str, text: str) -> Verdict:
-    """-1 without a `\\boxed{}`, 1 when the last box equals `answer`, else 0; solved when equal.
+    """-1 without a `\\boxed{}` outside of thoughts, 1 when the last one equals `answer`, else 0; solved when equal.
 
     `terms` are the `accuracy` (0 or 1) and the `format` (0, or -1 without a box). A wrong answer leaves the feedback
     to the workflow. Raises DataError when `answer` cannot be parsed.
     """
-    box = last_box(text)
+    box = last_box(split_thought(text).answer)
     equal = equals(answer, box)
     if box is None:
         return Verdict(-1.0, False, NO_BOX_FEEDBACK, {"accuracy": 0.0, "format": -1.0})

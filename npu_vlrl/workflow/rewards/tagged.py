@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from npu_vlrl.types import DataError, Verdict
+from npu_vlrl.workflow.thought import split_thought
 
 OPEN, CLOSE = "<answer>", "</answer>"
 
@@ -12,17 +13,18 @@ OPEN, CLOSE = "<answer>", "</answer>"
 def score(answer: str, text: str, *, format_weight: float = 0.1, choices: Sequence[str] = ()) -> Verdict:
     """(1 - format_weight) * accuracy + format_weight * format; solved by accuracy alone.
 
-    Accuracy: the last tag pair holds `answer`, without surrounding whitespace and regardless of case. Format: the text
-    is exactly one tag pair, which holds one of `choices` where these are given. Raises ValueError when
-    `format_weight` is not in 0..1. Takes time linear in `text`.
+    Only what stands outside of thoughts counts. Accuracy: the last tag pair holds `answer`, without surrounding
+    whitespace and regardless of case. Format: it is exactly one tag pair, which holds one of `choices` where these are
+    given. Raises ValueError when `format_weight` is not in 0..1. Takes time linear in `text`.
     """
     if isinstance(format_weight, bool) or not isinstance(format_weight, int | float) or not 0 <= format_weight <= 1:
         raise ValueError(f"format_weight is {format_weight!r}; it must be a number from 0 to 1")
     if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(f"choices is {choices!r}; it must be a list of strings (quote numbers and yes/no)")
-    content = last_tag(text)
+    outside = split_thought(text).answer
+    content = last_tag(outside)
     right = content is not None and bool(content) and content == _plain(answer)
-    formatted = content is not None and _is_one_tag(text) and _allowed(content, choices)
+    formatted = content is not None and _is_one_tag(outside) and _allowed(content, choices)
     terms = {"accuracy": (1 - format_weight) * right, "format": format_weight * formatted}
     return Verdict(sum(terms.values()), right, terms=terms)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_vlrl.types import ToolCall
+from npu_vlrl.workflow.thought import split_thought
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = '<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
@@ -35,14 +36,15 @@ class ParsedCalls:
 
 
 def parse_tool_calls(text: str) -> ParsedCalls:
-    """Reads every `<tool_call>` of `text`; what is broken or cut off becomes an error, never a call.
+    """Reads every `<tool_call>` of `text` outside of its thoughts; what is broken or cut off becomes an error.
 
     `arguments` may also be a string that holds a JSON object. Reads at most `MAX_CALLS` calls, so that no text takes
     long.
     """
     calls: list[ToolCall] = []
     errors: list[str] = []
-    position = text.find(OPEN)
+    outside = split_thought(text).blanked
+    position = outside.find(OPEN)
     while position >= 0:
         if len(calls) + len(errors) == MAX_CALLS:
             errors.append(f"The tool calls after the first {MAX_CALLS} were not run: these are too many at once.")
@@ -54,7 +56,7 @@ def parse_tool_calls(text: str) -> ParsedCalls:
         except (ValueError, RecursionError) as error:
             reason = "its JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
             errors.append(f"Tool call {len(calls) + len(errors) + 1} was not run: {reason}. Write it as {FORM}")
-        position = text.find(OPEN, position)
+        position = outside.find(OPEN, position)
     return ParsedCalls(tuple(calls), tuple(errors))
 
 
