@@ -12,6 +12,7 @@ from npu_vlrl.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.export.run import export_end
+from npu_vlrl.guard import EngineGuard
 from npu_vlrl.learner.checkpoint import CheckpointError, latest, steps_done
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.report.console import ConsoleReport
@@ -21,6 +22,7 @@ from npu_vlrl.report.run_folder import RunFolder, versions
 from npu_vlrl.report.sinks import Opening, Sinks, check_installed
 from npu_vlrl.report.token_values import token_values
 from npu_vlrl.rollout.collect import Rollout, collect
+from npu_vlrl.rollout.probe import Probe
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
 from npu_vlrl.types import Sample, Trajectory
@@ -89,6 +91,11 @@ class Run:
             self.console.line(f"resumed from {newest} after {step} steps")
         self.folder.rewind(step)
         return step
+
+    def guard(self, learner: LearnerGroup) -> EngineGuard:
+        """What compares the engines with the learner after each update of the weights."""
+        parts, room = self.parts, self.config.workflow.context_tokens
+        return EngineGuard(parts.engine, learner, Probe(parts.loaded, parts.workflow.renderer, room))
 
     def rollouts(self, step: int) -> InTurn | Stream:
         """Where the steps from `step` on get their groups."""

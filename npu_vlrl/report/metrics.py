@@ -20,7 +20,8 @@ def rollout_metrics(
     """Means over trajectories, also of those groups that are not trained on, over turns, or over the samples that are;
     shares are in 0..1, lengths in tokens. `reward` is that of an episode, as in evaluations.
 
-    `action_tokens/turnK` is the mean over the trajectories that have a K-th turn; it is absent where none has.
+    What would be a mean or share of nothing is left out: `judge_failed` where no turn was judged, `action_tokens/turnK`
+    where no trajectory has a K-th turn.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     rewards = np.array([outcome(t, workflow.reward_mode, workflow.turn_discount) for t in trajectories])

@@ -18,7 +18,7 @@ from npu_vlrl.data.source import TaskSource
 from npu_vlrl.rollout.collect import Rollout, has_failed
 from npu_vlrl.rollout.judgements import Judgements, RolloutError
 from npu_vlrl.rollout.remote import in_thread
-from npu_vlrl.rollout.rounds import EngineEnded, EngineError, RoundEngine
+from npu_vlrl.rollout.rounds import Check, EngineEnded, EngineError, RoundEngine, no_check
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.sync.world import PeerError
 from npu_vlrl.types import EpisodeStatus, Task, Trajectory
@@ -51,8 +51,8 @@ class InTurn:
     async def beside(self, work: Callable[[], T]) -> T:
         return work()
 
-    async def update(self, version: int) -> dict[str, float]:
-        return self._engine.weights_changed(version)
+    async def update(self, version: int, check: Check = no_check) -> dict[str, float]:
+        return await self._engine.update(version, check)
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ class Stream:
 
         return await in_thread(enter_and_work)
 
-    async def update(self, version: int) -> dict[str, float]:
+    async def update(self, version: int, check: Check = no_check) -> dict[str, float]:
         """Brings new weights to the engine, in the middle of turns; see `RoundEngine.update`."""
-        metrics = await self.episodes.engine.update(version)
+        metrics = await self.episodes.engine.update(version, check)
         self._fill()
         return metrics
 
