@@ -26,7 +26,7 @@ from npu_vlrl.rollout.probe import Probe
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
 from npu_vlrl.types import Sample, Trajectory
-from npu_vlrl.workflow.export import export
+from npu_vlrl.workflow.export import equal, export
 
 
 class Run:
@@ -121,7 +121,8 @@ class Run:
 
     def has_spread(self, group: Sequence[Trajectory]) -> bool:
         """Whether the outcomes of a group differ."""
-        return len({sample.outcome for sample in self.export(group)}) > 1
+        outcomes = [sample.outcome for sample in self.export(group)]
+        return bool(outcomes) and not equal(min(outcomes), max(outcomes))
 
     async def rollout(self, step: int) -> Rollout:
         """Plays the groups of a step."""

@@ -140,9 +140,10 @@ class Stream:
             "async/staleness_max": max(chosen.values()),
             "async/queue": self.schedule.ready,
             "async/waited_seconds": time.monotonic() - began,
-            "async/interrupted_tokens": interrupted_share(groups),
             "async/retried_episodes": since.retried,
         }
+        if (interrupted := interrupted_share(groups)) is not None:
+            metrics["async/interrupted_tokens"] = interrupted
         self._fill()
         return Rollout(groups, since.failed, since.replaced, since.judgements, metrics)
 
@@ -232,8 +233,9 @@ class Stream:
             raise RolloutError(f"{n_failed} of the last {played} groups cannot be used:\n  {errors}")
 
 
-def interrupted_share(groups: Sequence[Sequence[Trajectory]]) -> float:
-    """Share of the sampled tokens that are in turns with tokens of several versions of the weights."""
+def interrupted_share(groups: Sequence[Sequence[Trajectory]]) -> float | None:
+    """Share of the sampled tokens that are in turns with tokens of several versions of the weights; None without any."""
     turns = [turn.action for group in groups for trajectory in group for turn in trajectory.turns]
     tokens = sum(map(len, turns))
-    return sum(len(turn) for turn in turns if len(set(turn.weight_versions)) > 1) / max(1, tokens)
+    interrupted = sum(len(turn) for turn in turns if len(set(turn.weight_versions)) > 1)
+    return interrupted / tokens if tokens else None
