@@ -49,6 +49,11 @@ def equal(lowest: Any, highest: Any) -> Any:
     return highest - lowest <= RELATIVE * np.maximum(np.abs(lowest), np.abs(highest)) + ABSOLUTE
 
 
+def pays_for_failing(mode: RewardMode, discount: float, lowest: float) -> bool:
+    """Whether an episode of wrong answers earns more the longer it is, where the lowest verdict of a judge is `lowest`."""
+    return mode == "best" and discount < 1 and lowest < 0
+
+
 def outcome(trajectory: Trajectory, mode: RewardMode, discount: float) -> float:
     """The reward of a whole episode."""
     verdicts = [turn.verdict.reward if turn.verdict else None for turn in trajectory.turns]
