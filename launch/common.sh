@@ -155,6 +155,7 @@ start() {
     shift
     count NPU_VLRL_PROCESSES "$processes" 1
     count NNODES "$nodes" 1
+    processes=$((10#$processes)) nodes=$((10#$nodes)) # 08 would be a bad octal number below
     if ((processes * nodes == 1)); then
         exec "$python" -m npu_vlrl train "$@"
     fi
@@ -163,6 +164,12 @@ start() {
             fail "NNODES=$nodes also needs MASTER_ADDR, the first machine's address, and NODE_RANK, this machine's \
 number from 0 to $((nodes - 1)); start the script on every machine"
         count NODE_RANK "$NODE_RANK"
+        # torchrun would wait for other machines, and say nothing
+        ((10#$NODE_RANK < nodes)) || fail "NODE_RANK=$NODE_RANK is not below NNODES=$nodes: the machines are numbered \
+from 0 to $((nodes - 1)); correct one of the two"
+        "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
+            fail "MASTER_ADDR=$MASTER_ADDR is no address that this machine can resolve; set it to the first machine's \
+address in the network that all machines are in, such as 10.0.0.1"
         rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK"
             --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
     fi

@@ -12,6 +12,7 @@ from npu_vlrl.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.export.run import export_end
+from npu_vlrl.guard import EngineGuard
 from npu_vlrl.learner.checkpoint import CheckpointError, latest, steps_done
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.report.console import ConsoleReport
@@ -21,10 +22,12 @@ from npu_vlrl.report.run_folder import RunFolder, versions
 from npu_vlrl.report.sinks import Opening, Sinks, check_installed
 from npu_vlrl.report.token_values import token_values
 from npu_vlrl.rollout.collect import Rollout, collect
+from npu_vlrl.rollout.probe import Probe
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
 from npu_vlrl.types import Sample, Trajectory
-from npu_vlrl.workflow.export import export
+from npu_vlrl.workflow.export import equal, export, pays_for_failing
+from npu_vlrl.workflow.rewards import lowest_reward
 
 
 class Run:
@@ -53,6 +56,10 @@ class Run:
         self.evaluations: dict[str, dict[str, float]] = {}
         """`baseline` and `final`; they survive a stop."""
         self._told_records = self._told_updates = 0
+        self._told_that_failing_pays = False
+        if not config.environment.is_game:
+            for message in self._failing_pays(lowest_reward(config.reward.rule, config.reward.options), "reward.rule"):
+                self.console.line(message)
         self._began = time.monotonic()
         self._seconds_before = 0.0
         """Of the processes before this one, until their checkpoint."""
@@ -91,6 +98,11 @@ class Run:
         self.folder.rewind(step)
         return step
 
+    def guard(self, learner: LearnerGroup) -> EngineGuard:
+        """What compares the engines with the learner after each update of the weights."""
+        parts, room = self.parts, self.config.workflow.context_tokens
+        return EngineGuard(parts.engine, learner, Probe(parts.loaded, parts.workflow.renderer, room))
+
     def rollouts(self, step: int) -> InTurn | Stream:
         """Where the steps from `step` on get their groups."""
         config, parts = self.config, self.parts
@@ -115,7 +127,8 @@ class Run:
 
     def has_spread(self, group: Sequence[Trajectory]) -> bool:
         """Whether the outcomes of a group differ."""
-        return len({sample.outcome for sample in self.export(group)}) > 1
+        outcomes = [sample.outcome for sample in self.export(group)]
+        return bool(outcomes) and not equal(min(outcomes), max(outcomes))
 
     async def rollout(self, step: int) -> Rollout:
         """Plays the groups of a step."""
@@ -208,10 +221,26 @@ class Run:
             self.sinks.trajectory(step, trajectories[0])
         self.console.step(step, metrics, trajectories[0])
 
+    def _failing_pays(self, lowest: float, whose: str) -> Iterator[str]:
+        """Says once that longer failures earn more, where the verdicts of a judge may be as low as `lowest`."""
+        workflow = self.config.workflow
+        pays = pays_for_failing(workflow.reward_mode, workflow.turn_discount, lowest)
+        if pays and not self._told_that_failing_pays:
+            self._told_that_failing_pays = True
+            yield (
+                f"workflow.reward_mode=best with workflow.turn_discount={workflow.turn_discount:g} pays for failing "
+                f"longer: {whose} gives {lowest:g} for a wrong answer, and turn k, from 0, counts "
+                f"{workflow.turn_discount:g}^k of it; set workflow.turn_discount=1, workflow.reward_mode=sum, or a rule "
+                "that gives nothing below 0"
+            )
+
     def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
         """What went wrong since the last call."""
         yield from rollout.errors
         yield from rollout.judgements.messages()
+        verdicts = ((t.id, turn.verdict) for t in rollout.trajectories for turn in t.turns if turn.verdict is not None)
+        lowest, name = min(((verdict.reward, name) for name, verdict in verdicts), default=(0.0, ""))
+        yield from self._failing_pays(lowest, f"the judge of {name}")
         records = list(self.parts.train_tasks.skipped.values())
         yield from (f"skipped {message}" for message in records[self._told_records :])
         yield from (f"update skipped, not finite: sample {name}" for name in learner.skipped[self._told_updates :])

@@ -29,7 +29,6 @@ _SHARED: Values = {
 _GRPO: Values = {"algorithm.preset": "grpo", "algorithm.kl_coef": 0.0, "algorithm.aggregation": "token-mean"}
 _GEO3K: Values = {
     "workflow.max_turns": 3,
-    "workflow.turn_discount": 0.9,
     "workflow.turn_tokens": 1024,
     "workflow.context_tokens": 4096,
     "reward.rule": "math_verify",

@@ -44,7 +44,10 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
     await warm_start(run, ctrl_c.check)
     learner = run.new_learner()
     start = run.resume(learner)
-    engine.weights_changed(start)  # what the warm start or a checkpoint brought
+    guard = run.guard(learner)
+    await engine.update(start, guard)  # what the warm start or a checkpoint brought
+    learner.forget_features()  # of the guard's pictures: none are kept where a run is saved, either
+    engine.forget_features()
     if start == 0:
         run.evaluations["baseline"] = await run.evaluate("baseline", 0, ctrl_c.check)
 
@@ -62,7 +65,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
             rollout = await rollouts.take(step)
             rolled_out = time.monotonic()
             samples, metrics = await rollouts.beside(partial(learn, run, learner, step, rollout))
-            metrics |= rollout.metrics | await rollouts.update(step + 1)
+            metrics |= rollout.metrics | await rollouts.update(step + 1, guard)
             metrics |= {"rollout_seconds": rolled_out - step_began, "seconds": time.monotonic() - step_began}
             run.report(step, rollout, samples, metrics, learner)
             done, every = step + 1, config.run.checkpoint_every

@@ -15,6 +15,7 @@ from npu_vlrl.learner.advantage import ESTIMATORS, Batch, estimate
 from npu_vlrl.learner.loss import Aggregation, KLKind, LossKind, kl_per_token
 from npu_vlrl.learner.presets import DEFAULTS, PRESETS
 from npu_vlrl.types import Sample
+from npu_vlrl.workflow.export import equal
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,17 @@ def _penalties(samples: Sequence[Sample], algorithm: Algorithm) -> np.ndarray:
 def most_varied(samples: Sequence[Sample], share: float) -> list[Sample]:
     """The samples of the `share` of groups whose outcomes vary most, at least one group (VAGEN's and RAGEN's filter).
 
-    The order stays. Of groups with equal spread the earlier ones are kept.
+    The order stays. Of groups with equal spread, but for rounding, the earlier ones are kept.
     """
     outcomes: dict[str, dict[str, float]] = {}
     for sample in samples:
         outcomes.setdefault(sample.group, {})[sample.episode] = sample.outcome
-    spread = {group: float(np.std(list(values.values()))) for group, values in outcomes.items()}
+    spread = {group: _spread(list(values.values())) for group, values in outcomes.items()}
     ranked = sorted(spread, key=lambda group: -spread[group])
     kept = set(ranked[: max(1, math.ceil(share * len(ranked)))])
     return [sample for sample in samples if sample.group in kept]
+
+
+def _spread(outcomes: Sequence[float]) -> float:
+    """Standard deviation to 9 digits, 0 of outcomes that are `equal`."""
+    return 0.0 if equal(min(outcomes), max(outcomes)) else float(f"{np.std(outcomes):.9g}")

@@ -80,6 +80,11 @@ class LearnerGroup:
         """See `Learner.score`."""
         return self._together("score", partial(self.own.score, samples), samples=samples)
 
+    def logprobs(self, samples: Sequence[Sample], temperature: float) -> dict[str, np.ndarray]:
+        """See `Learner.logprobs`."""
+        work = partial(self.own.logprobs, samples, temperature)
+        return self._together("logprobs", work, {"temperature": temperature}, samples)
+
     def step(self, samples: Sequence[Sample], version: int | None = None, note: bool = False) -> dict[str, float]:
         """See `Learner.step`."""
         work = partial(self.own.step, samples, version, note)
@@ -184,6 +189,8 @@ class _Follower:
         match what:
             case "score":
                 self._learner.score(samples)
+            case "logprobs":
+                self._learner.logprobs(samples, message.content["temperature"])
             case "step":
                 self._learner.step(samples, message.content["version"], message.content["note"])
             case "supervise":

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from time import perf_counter
 
 import torch
 
 from npu_vlrl.hardware import Platform
+from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.learner.flops import ModelFlops, seen_pairs
 from npu_vlrl.learner.pack import MicroBatch
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
+from npu_vlrl.types import Sample
 
 
 @dataclass
@@ -56,6 +59,14 @@ class Meter:
             self._models[policy] = ModelFlops(policy)
         return self._models[policy]
 
+    def cost(self, policy: Policy, samples: Sequence[Sample], tree: Tree) -> float:
+        """What an update on samples takes: the same number on every rank, whatever features it has kept."""
+        model = self.flops(policy)
+        images = {image.image.hash: image for sample in samples for image in sample.images}
+        scored = sum(sample.n_scored for sample in samples)
+        layers = model.layers(tree.bounds[-1], seen_pairs(tree), train=True)
+        return layers + model.head(scored, train=True) + model.tower(list(images.values()), train=True)
+
     def layers(self, policy: Policy, batch: MicroBatch, vision: VisionFeatures, before: tuple[int, int]) -> None:
         """A micro-batch went through the layers, and its new images through the tower. `before`: what `vision` had
         counted, as referenced and encoded.
@@ -72,6 +83,15 @@ class Meter:
         """That many tokens were scored."""
         self.counts.flops += self.flops(policy).head(scored, torch.is_grad_enabled())
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What goes through the models meanwhile does not count."""
+        kept = replace(self.counts)
+        try:
+            yield
+        finally:
+            self.counts = kept
+
     def begin(self) -> None:
         self._before = self._now()
 
@@ -82,14 +102,10 @@ class Meter:
         everyone = torch.stack(self._ranks.gather(local))
         seconds = float(everyone[:, -1].max())
         counts = Counts(*everyone[:, :-1].sum(0).tolist())
-        room = max(1.0, counts.micro_batches * self._micro_batch_tokens)
         metrics = {
             "tokens_useful": counts.tokens_referenced,
             "tokens_computed": counts.tokens_computed,
-            "tokens_shared": 1 - (counts.tokens_computed - counts.tokens_idle) / max(1.0, counts.tokens_referenced),
-            "padding": counts.tokens_idle / max(1.0, counts.tokens_computed),
             "micro_batches": counts.micro_batches,
-            "fill": counts.tokens_computed / room,
             "images_referenced": counts.images_referenced,
             "images_encoded": counts.images_encoded,
             "seconds": seconds,
@@ -97,6 +113,12 @@ class Meter:
             "computed_tokens_per_second": counts.tokens_computed / seconds,
             "tflop": counts.flops / 1e12,
         }
+        if counts.tokens_referenced:  # of no tokens there are no shares
+            metrics |= {
+                "tokens_shared": 1 - (counts.tokens_computed - counts.tokens_idle) / counts.tokens_referenced,
+                "padding": counts.tokens_idle / counts.tokens_computed,
+                "fill": counts.tokens_computed / (counts.micro_batches * self._micro_batch_tokens),
+            }
         peak = self._platform.peak()
         if peak is not None:
             metrics["mfu"] = counts.flops / (seconds * peak.flops * self._ranks.size)

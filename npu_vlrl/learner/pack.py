@@ -57,9 +57,9 @@ class MicroBatch:
     images_elsewhere: bool = False
     """Whether the micro-batch that another rank computes at the same time has images, and this one has none."""
 
-    def is_of(self, version: int) -> Tensor:
-        """bool [N]: which tokens no other version of the weights sampled."""
-        return (self.versions_N == version) | (self.versions_N < 0)
+    def is_of(self, version: int | None) -> Tensor:
+        """bool [N]: which tokens this version of the weights sampled; None: any version."""
+        return self.sampled_N if version is None else self.versions_N == version
 
 
 def plan_ranks(

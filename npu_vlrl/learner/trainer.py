@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,10 +15,9 @@ from torch import Tensor
 from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
 from npu_vlrl.hardware import Platform, select
 from npu_vlrl.kernels.table import op
-from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.learner.algorithm import Algorithm
 from npu_vlrl.learner.critic import Critic, backbone
-from npu_vlrl.learner.flops import seen_pairs
+from npu_vlrl.learner.gap import LearnerError, allowed_gap, check_gap, logprob_gap
 from npu_vlrl.learner.loss import policy_loss, reduce_metrics, reduce_value_metrics, token_weights
 from npu_vlrl.learner.meter import Meter
 from npu_vlrl.learner.optimizer import new_optimizer, step_or_skip
@@ -30,11 +30,9 @@ from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Sample, Scores
 
+__all__ = ["Learner", "LearnerError"]
+
 Metrics = list[dict[str, Tensor]]
-
-
-class LearnerError(RuntimeError):
-    """The update would be wrong, e.g. learner and engine disagree about the policy."""
 
 
 class Learner:
@@ -114,10 +112,24 @@ class Learner:
         rows = found.gathered(self.ranks)
         return [replace(s, scores=Scores(**dict(zip(asked, rows[s.id], strict=True)))) for s in samples]
 
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample], temperature: float) -> dict[str, np.ndarray]:
+        """Log-probabilities of each sample's scored tokens under the policy as it is, float32 [N], by sample.
+
+        Nothing of it is counted, and nothing but features of pictures is kept. Raises what `score` raises.
+        """
+        self._check_ranks(samples)
+        found = PerToken(samples, 1)
+        with self.meter.paused(), self.vision.uncounted():
+            for batch in self._in_turn(samples):
+                found.add(batch, self._score(batch, self.policy, self.vision, temperature)[0][None])
+        return {name: values_1N[0] for name, values_1N in found.gathered(self.ranks).items()}
+
     def step(self, samples: Sequence[Sample], version: int | None = None, note: bool = False) -> dict[str, float]:
         """Trains on a batch with advantages: `updates` mini-batches of whole groups, `epochs` times.
 
-        `version` is that of the weights: `logprob_gap` leaves tokens of others out. None: at all. `note` fills `noted`.
+        `version` is that of the weights: `logprob_gap` is over `logprob_gap_tokens` tokens, those of that version, and
+        left out where there are none. None: tokens of all versions. `note` fills `noted`.
         Raises LearnerError, with the weights untouched, when the engine's logprobs of the first mini-batch are not the
         learner's, and when ranks were given different samples.
         """
@@ -137,9 +149,9 @@ class Learner:
                 chosen = [sample for sample in samples if sample.group in part]
                 if not chosen:
                     continue
-                new, new_critic, norms = self._update(chosen, version, check_gap=not metrics)
+                new, new_critic, norms = self._update(chosen, version, first=not metrics)
                 if not metrics:
-                    extra["logprob_gap"] = reduce_metrics(new)["gap_max"]
+                    extra |= logprob_gap(new)
                 metrics += new
                 critic += new_critic
                 extra["skipped_updates"] += None in norms.values()
@@ -185,7 +197,7 @@ class Learner:
             vision.forget()
 
     def _update(
-        self, samples: Sequence[Sample], version: int | None, check_gap: bool
+        self, samples: Sequence[Sample], version: int | None, first: bool
     ) -> tuple[Metrics, Metrics, dict[str, float | None]]:
         """Metrics of all ranks' micro-batches, of the policy and of the critic, and the gradients' norms: None when a
         step was skipped. While the critic warms up the policy takes no step.
@@ -211,8 +223,13 @@ class Learner:
                 critic_metrics.append(new)
                 (loss + value_loss if learns and together else value_loss).backward()
         metrics, critic_metrics = self.ranks.gather_metrics(metrics), self.ranks.gather_metrics(critic_metrics)
-        if check_gap:
-            self._check_gap(metrics)
+        if first:
+            try:
+                check_gap(metrics, allowed_gap(self.config, self.policy.dtype))
+            except LearnerError:
+                self.optimizer.zero_grad(set_to_none=True)
+                self.policy.model.zero_grad(set_to_none=True)
+                raise
         # what one rank could not compute, all of them skip
         told = [total, critic_total, *(float(sample.id in bad) for sample in samples)]
         total, critic_total, *flags = self.ranks.sum(torch.tensor(told, dtype=torch.float64)).tolist()
@@ -273,7 +290,8 @@ class Learner:
             kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
             kl_kind=algorithm.kl_kind,
             entropy_coef=self.config.entropy_coef,
-            current_N=None if version is None else batch.is_of(version)[pick],
+            sampled_N=batch.sampled_N[pick],
+            current_N=batch.is_of(version)[pick],
         )
         finite_N = torch.isfinite(logprobs_N) & torch.isfinite(batch.advantages_N)
         if batch.reference_N is not None:
@@ -295,18 +313,11 @@ class Learner:
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Those of this rank; every rank has as many."""
         ranks = self.ranks.rank, self.ranks.size
-        batches = batches_of_rank(samples, self.optim.micro_batch_tokens, self.policy, ranks, self._cost)
+        cost = partial(self.meter.cost, self.policy)
+        batches = batches_of_rank(samples, self.optim.micro_batch_tokens, self.policy, ranks, cost)
         lengths = {sample.id: len(sample) for sample in samples}
         self.meter.planned(batches, sum(lengths[name] for batch in batches for name in batch.sample_ids))
         return batches
-
-    def _cost(self, samples: Sequence[Sample], tree: Tree) -> float:
-        """What an update on samples takes: the same number on every rank, whatever features it has kept."""
-        model = self.meter.flops(self.policy)
-        images = {image.image.hash: image for sample in samples for image in sample.images}
-        scored = sum(sample.n_scored for sample in samples)
-        layers = model.layers(tree.bounds[-1], seen_pairs(tree), train=True)
-        return layers + model.head(scored, train=True) + model.tower(list(images.values()), train=True)
 
     def _hidden(self, batch: MicroBatch, policy: Policy, vision: VisionFeatures) -> Tensor:
         """Hidden states [N, hidden] that predict the scored tokens."""
@@ -384,17 +395,4 @@ class Learner:
             raise LearnerError(
                 f"rank {self.ranks.rank} of {self.ranks.size} was given other samples or advantages than another rank; "
                 "play the episodes once, and give all ranks the same samples"
-            )
-
-    def _check_gap(self, metrics: Sequence[dict[str, Tensor]]) -> None:
-        # not max() over all: NaN would hide the gap of another micro-batch; an update with NaN is skipped later
-        most = self.config.max_logprob_gap or (1.0 if self.policy.dtype.itemsize == 2 else 0.05)
-        gap = max((g for part in metrics if (g := float(part["gap_max"])) > most), default=0.0)
-        if gap:
-            self.optimizer.zero_grad(set_to_none=True)
-            self.policy.model.zero_grad(set_to_none=True)
-            raise LearnerError(
-                f"the learner's log-probability of a token differs by {gap:.3g} from the engine's, more than "
-                f"algorithm.max_logprob_gap={most}: engine and learner do not hold the same "
-                "weights, images or tokens, or their precision is too low"
             )

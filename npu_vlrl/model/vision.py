@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -41,6 +42,15 @@ class VisionFeatures:
 
     def forget(self) -> None:
         self._kept.clear()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is asked for meanwhile does not count."""
+        kept = self.referenced, self.encoded
+        try:
+            yield
+        finally:
+            self.referenced, self.encoded = kept
 
     def fixed(self, images: Sequence[ImageInput]) -> list[Tensor]:
         """Features without a graph, one tensor for each entry of `images`."""

@@ -85,8 +85,9 @@ class ConsoleReport:
         names = list(evaluations)
         for column in ("", *names):
             table.add_column(column, justify="right")
-        for key in next(iter(evaluations.values()), {}):
-            table.add_row(key, *(f"{evaluations[name][key]:.3f}" for name in names))
+        for key in dict.fromkeys(key for values in evaluations.values() for key in values):
+            found = [evaluations[name].get(key) for name in names]
+            table.add_row(key, *("" if value is None else f"{value:.3f}" for value in found))
         self.console.print(table)
         self.line(f"run folder: {folder.resolve()}")
 
@@ -99,7 +100,7 @@ class ConsoleReport:
         for column in ("data source", *columns):
             table.add_column(column, justify="left" if column == "data source" else "right")
         for source, values in results.items():
-            cells = [f"{values[c]:.0f}" if c == "tasks" else f"{values[c]:.3f}" for c in columns]
+            cells = [f"{values[c]:.{0 if c == 'tasks' else 3}f}" if c in values else "" for c in columns]
             table.add_row(Text(printable(source)), *cells)
         self.console.print(table)
 

@@ -39,6 +39,7 @@ TOLD = (
         "learning",
         (
             ("gap {:.2g}", "logprob_gap"),
+            ("of the probe {:.2g}", "probe_gap"),
             ("KL {:.3g}", "kl"),
             ("entropy {:.3g}", "entropy"),
             ("gradient {:.3g}", "grad_norm"),

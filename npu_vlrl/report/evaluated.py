@@ -27,9 +27,13 @@ KINDS: dict[str, Callable[[TaskResult], str | None]] = {
 
 
 def means(results: Sequence[TaskResult]) -> dict[str, float]:
-    """Means over tasks, and their number; of none, the number alone."""
+    """Means over the tasks that have a measure, and the number of tasks; of none, the number alone."""
+    return {"tasks": len(results)} | {key: sum(values) / len(values) for key, values in _by_measure(results).items()}
+
+
+def _by_measure(results: Sequence[TaskResult]) -> dict[str, list[float]]:
     rows = [result.measures() for result in results]
-    return {"tasks": len(rows)} | {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else ())}
+    return {key: [row[key] for row in rows if key in row] for key in dict.fromkeys(key for row in rows for key in row)}
 
 
 def means_by_source(results: Sequence[TaskResult]) -> dict[str, dict[str, float]]:
@@ -40,17 +44,11 @@ def means_by_source(results: Sequence[TaskResult]) -> dict[str, dict[str, float]
 
 def with_intervals(results: Sequence[TaskResult], seed: int) -> dict[str, Any]:
     """`{"tasks": n, measure: {"mean", "low", "high"}, …}` with 95 % intervals, by a bootstrap over tasks."""
-    rows = [result.measures() for result in results]
-    if not rows:
-        return {"tasks": 0}
-    columns = list(rows[0])
-    values = np.array([[row[key] for key in columns] for row in rows])
-    intervals = bootstrap_intervals(values, seed)
-    found = {
-        key: {"mean": float(mean), "low": float(low), "high": float(high)}
-        for key, mean, (low, high) in zip(columns, values.mean(0), intervals, strict=True)
-    }
-    return {"tasks": len(rows), **found}
+    found: dict[str, Any] = {"tasks": len(results)}
+    for key, values in _by_measure(results).items():
+        ((low, high),) = bootstrap_intervals(np.array(values)[:, None], seed).tolist()
+        found[key] = {"mean": float(np.mean(values)), "low": low, "high": high}
+    return found
 
 
 def summary(results: Sequence[TaskResult], seed: int) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from npu_vlrl.config import WorkflowConfig
 from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Trajectory
-from npu_vlrl.workflow.export import outcome
+from npu_vlrl.workflow.export import equal, outcome
 
 FIRST_TURNS = 8
 """Turns whose lengths are told one by one: an episode of a game may have a hundred."""
@@ -20,7 +20,8 @@ def rollout_metrics(
     """Means over trajectories, also of those groups that are not trained on, over turns, or over the samples that are;
     shares are in 0..1, lengths in tokens. `reward` is that of an episode, as in evaluations.
 
-    `action_tokens/turnK` is the mean over the trajectories that have a K-th turn; it is absent where none has.
+    What would be a mean or share of nothing is left out: `judge_failed` where no turn was judged, `action_tokens/turnK`
+    where no trajectory has a K-th turn.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     rewards = np.array([outcome(t, workflow.reward_mode, workflow.turn_discount) for t in trajectories])
@@ -29,22 +30,22 @@ def rollout_metrics(
         groups.setdefault(trajectory.group, set()).add(float(reward))
     return {
         "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "first_try_accuracy": _share(t.solved_first_try for t in trajectories),
-        "solved": _share(t.solved for t in trajectories),
+        "reward_std": 0.0 if equal(rewards.min(), rewards.max()) else float(rewards.std()),
+        **_mean("first_try_accuracy", (t.solved_first_try for t in trajectories)),
+        **_mean("solved", (t.solved for t in trajectories)),
         "turns": len(turns) / len(trajectories),
         "tool_calls": sum(len(turn.tool_calls) for turn in turns) / len(trajectories),
         "tool_errors": sum(result.error for turn in turns for result in turn.tool_results) / len(trajectories),
-        "action_tokens": sum(len(turn.action) for turn in turns) / max(1, len(turns)),
+        **_mean("action_tokens", (len(turn.action) for turn in turns)),
         "response_tokens": sum(len(turn.action) for turn in turns) / len(trajectories),
         **_lengths_by_turn(trajectories),
-        "sample_tokens": float(np.mean([len(sample) for sample in samples])),
-        "cut_turns": _share(turn.action.stop_reason is not StopReason.END_OF_TURN for turn in turns),
+        **_mean("sample_tokens", map(len, samples)),
+        **_mean("cut_turns", (turn.action.stop_reason is not StopReason.END_OF_TURN for turn in turns)),
         "judge_errors": float(sum(turn.judge_error is not None for turn in turns)),
-        "judge_failed": _share(turn.judge_error is not None for turn in turns if turn.verdict is not None),
+        **_mean("judge_failed", (turn.judge_error is not None for turn in turns if turn.verdict is not None)),
         "trained_groups": float(len({sample.group for sample in samples})),
-        "groups_without_spread": _share(len(values) == 1 for values in groups.values()),
-        **{f"status/{s.value}": _share(t.status is s for t in trajectories) for s in EpisodeStatus},
+        **_mean("groups_without_spread", (equal(min(values), max(values)) for values in groups.values())),
+        **{f"status/{s.value}": sum(t.status is s for t in trajectories) / len(trajectories) for s in EpisodeStatus},
     }
 
 
@@ -62,6 +63,7 @@ def _lengths_by_turn(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {name: float(np.mean(lengths[name])) for name in sorted(lengths)}
 
 
-def _share(flags: object) -> float:
-    values = list(flags)  # type: ignore[call-overload]
-    return sum(values) / max(1, len(values))
+def _mean(name: str, values: Iterable[float]) -> dict[str, float]:
+    """The metric, or nothing where there is no value."""
+    found = list(values)
+    return {name: float(sum(found) / len(found))} if found else {}

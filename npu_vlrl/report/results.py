@@ -31,8 +31,8 @@ class Answer:
     """What training would count for the episode."""
     turns: int
     failed: bool
-    judge_failed: float = 0.0
-    """Share of its judged turns on which the judge failed."""
+    judge_failed: float | None = 0.0
+    """Share of its judged turns on which the judge failed; None where no turn was judged."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class TaskResult:
         return f"{low}² to {high}² pixels" if high else f"{low}² pixels and more"
 
     def measures(self) -> dict[str, float]:
-        """Means over the answers, and with several of them `avg@n` and `pass@k` of solved episodes."""
+        """Means over the answers, and with several of them `avg@n` and `pass@k` of solved episodes. `judge_failed` is
+        over those with a judged turn, and left out where there is none.
+        """
         n = len(self.answers)
         found = {
             "accuracy": sum(a.first for a in self.answers) / n,
@@ -76,8 +78,9 @@ class TaskResult:
             "reward": sum(a.reward for a in self.answers) / n,
             "turns": sum(a.turns for a in self.answers) / n,
             "failed": sum(a.failed for a in self.answers) / n,
-            "judge_failed": sum(a.judge_failed for a in self.answers) / n,
         }
+        if judged := [a.judge_failed for a in self.answers if a.judge_failed is not None]:
+            found["judge_failed"] = sum(judged) / len(judged)
         if n > 1:
             right = sum(a.solved for a in self.answers)
             found[f"avg@{n}"] = right / n
@@ -91,13 +94,14 @@ def answer_of(record: Mapping[str, Any], mode: RewardMode, discount: float) -> A
     rewards = [turn["action"]["reward"] for turn in turns]
     verdicts = [turn["verdict"] and turn["verdict"]["reward"] for turn in turns]
     unjudged = sum(turn["judge_error"] is not None for turn in turns)
+    judged = len(verdicts) - verdicts.count(None)
     return Answer(
         first=record["solved_first_try"],
         solved=record["solved"],
         reward=trajectory_reward(rewards, verdicts, mode, discount),
         turns=len(turns),
         failed=record["status"] == EpisodeStatus.FAILED.value,
-        judge_failed=unjudged / max(1, len(verdicts) - verdicts.count(None)),
+        judge_failed=unjudged / judged if judged else None,
     )
 
 

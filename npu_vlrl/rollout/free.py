@@ -17,7 +17,7 @@ from typing import cast
 from torch import Tensor
 
 from npu_vlrl.rollout.remote import Link, RemoteEngine, in_thread
-from npu_vlrl.rollout.rounds import Outcome, Request, settle
+from npu_vlrl.rollout.rounds import Check, Outcome, Request, no_check, settle
 from npu_vlrl.sync.world import World
 from npu_vlrl.types import Generation
 
@@ -52,12 +52,12 @@ class FreeEngine(RemoteEngine):
             self._open.discard(number)
             self.forget_session(number)
 
-    async def update(self, version: int) -> dict[str, float]:
-        """Raises what `weights_changed` raises."""
+    async def update(self, version: int, check: Check = no_check) -> dict[str, float]:
+        """Raises what `weights_changed` and `check` raise."""
         self._held = True
         try:
             await self.rest()
-            return await in_thread(partial(self._update, version))
+            return await in_thread(partial(self._update, version, check))
         finally:
             self._held = False
             for link in self.links:
@@ -72,9 +72,9 @@ class FreeEngine(RemoteEngine):
     def forget_features(self) -> None:
         """Nothing: an asynchronous run does not repeat bit by bit, and its engines may be in a round."""
 
-    def _update(self, version: int) -> dict[str, float]:
+    def _update(self, version: int, check: Check) -> dict[str, float]:
         self.world.enter_thread()
-        return self.weights_changed(version)
+        return self.weights_changed(version) | check(version)
 
     def _place(self) -> None:
         waiting = {asked[0].session: asked for asked in self._arrived if not asked[1].done()}

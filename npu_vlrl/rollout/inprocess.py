@@ -99,6 +99,10 @@ class InProcessEngine(LocalEngine):
     def forget_session(self, number: int) -> None:
         self._caches.pop(number, None)
 
+    def sample_probe(self, requests: Sequence[Request]) -> list[Outcome]:
+        with self.vision.uncounted():
+            return super().sample_probe(requests)
+
     def holder(self) -> Holder:
         return in_place(dict(self.policy.model.named_parameters()))
 

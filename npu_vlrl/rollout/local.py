@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from npu_vlrl.rollout.rounds import EngineCounts, Outcome, Request, RoundEngine
 from npu_vlrl.sync.buckets import Holder
+
+OWN = "the engine of this process"
+"""Its name in messages."""
 
 
 class LocalEngine(RoundEngine):
@@ -22,6 +26,19 @@ class LocalEngine(RoundEngine):
     @abstractmethod
     def holder(self) -> Holder:
         """How weights of another process come into this engine; `weights_changed` is told afterwards."""
+
+    def probe(self, requests: Sequence[Request]) -> dict[str, list[Outcome]]:
+        return {OWN: self.sample_probe(requests)}
+
+    def sample_probe(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Samples a round that does not count, of sessions that end with it."""
+        kept = replace(self.counts)
+        try:
+            return self.sample(requests)
+        finally:
+            self.counts = kept
+            for request in requests:
+                self.forget_session(request.session)
 
     def counted(self) -> EngineCounts:
         """`counts`, with the pictures of an engine that is not the learner's own."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from npu_vlrl.rollout.local import LocalEngine
+from npu_vlrl.rollout.local import OWN, LocalEngine
 from npu_vlrl.rollout.rounds import EngineCounts, EngineEnded, Outcome, Request, RoundEngine
 from npu_vlrl.rollout.wire import RoundWriter, unpack_outcomes
 from npu_vlrl.sync.channel import Channel, Message
@@ -77,6 +77,11 @@ class SharedEngine(RoundEngine):
             for request, outcome in zip(share, answer, strict=True)
         }
         return [outcomes[request.session] for request in requests]
+
+    def probe(self, requests: Sequence[Request]) -> dict[str, list[Outcome]]:
+        """Raises EngineEnded when an engine failed, and PeerError when one is gone."""
+        asked = {place.name: place.probe(requests) for place in self._places}
+        return {name: answer() for name, answer in asked.items()}
 
     def forget_features(self) -> None:
         for place in self._places:
@@ -151,11 +156,16 @@ class LearnersEngine(SharedEngine):
 class _Here:
     """The engine of this process. It plays while the others do, since those have been asked before."""
 
+    name = OWN
+
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
         self.ask = engine.play
         self.forget_features = engine.forget_features
         self.forget_session = engine.forget_session
+
+    def probe(self, requests: Sequence[Request]) -> Callable[[], list[Outcome]]:
+        return partial(self._engine.sample_probe, requests)
 
     @property
     def counts(self) -> EngineCounts:
@@ -167,6 +177,7 @@ class Link:
 
     def __init__(self, channel: Channel, timeout_s: float) -> None:
         self.channel = channel
+        self.name = str(channel.peer)
         self.counts = EngineCounts()
         self.closed: list[int] = []
         """Sessions that it need not keep; told with the next round."""
@@ -182,6 +193,11 @@ class Link:
         content["closed"], self.closed = self.closed, []
         self._asked = threading.Event()
         return in_thread(partial(self._play, content, blobs, self._asked))
+
+    def probe(self, requests: Sequence[Request]) -> Callable[[], list[Outcome]]:
+        """Asks at once; what it returns waits for the answer."""
+        self.channel.send("probe", *self._writer.pack(requests))
+        return lambda: unpack_outcomes(self.receive("answers", self._timeout_s), self.channel.peer)
 
     def pause(self) -> Awaitable[None]:
         """Interrupts the round that is being played; its answer comes as ever. No round must be asked meanwhile."""

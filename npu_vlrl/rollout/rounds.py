@@ -69,6 +69,14 @@ class Request:
 Outcome = Generation | Exception
 """What became of a request; a ValueError is the fault of the request alone."""
 
+Check = Callable[[int], dict[str, float]]
+"""Called with the version of new weights, before a round begins with them; returns metrics, and raises what ends a run."""
+
+
+def no_check(version: int) -> dict[str, float]:
+    """Stands for a check of an update where there is none."""
+    return {}
+
 
 class Session:
     """See `types.EngineSession`. Sessions are numbered in the order in which they are opened."""
@@ -126,12 +134,21 @@ class RoundEngine(ABC):
         Returns what the transfer cost, as metrics; nothing where the weights are shared.
         """
 
+    def probe(self, requests: Sequence[Request]) -> dict[str, list[Outcome]]:
+        """Samples the same turns in every engine, by its name; call it between rounds. It counts as no work, and the
+        sessions of the requests end with it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be probed")
+
     def sleep(self) -> None:  # noqa: B027  # most have none to give
         """Gives back what memory it can until `weights_changed`; call it between rounds."""
 
-    async def update(self, version: int) -> dict[str, float]:
-        """See `weights_changed`; an engine whose rounds go on meanwhile interrupts them."""
-        return self.weights_changed(version)
+    async def update(self, version: int, check: Check = no_check) -> dict[str, float]:
+        """See `weights_changed`; an engine whose rounds go on meanwhile interrupts them.
+
+        `check` is called with the version before the next round begins; what it says is added to the metrics.
+        """
+        return self.weights_changed(version) | check(version)
 
     async def rest(self) -> None:
         """Returns when no round is being played; the episodes have been told to end."""

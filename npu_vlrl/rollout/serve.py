@@ -79,8 +79,12 @@ def _rounds(channel: Channel, engine: LocalEngine) -> Handlers:
         content, blobs = pack_outcomes(engine.sample(reader.unpack(message)))
         channel.send("answers", {**content, "counts": astuple(engine.counted())}, blobs)
 
+    def probe(message: Message) -> None:
+        channel.send("answers", *pack_outcomes(engine.sample_probe(reader.unpack(message))))
+
     return {
         "round": play,
+        "probe": probe,
         "pause": lambda _: None,
         "sleep": lambda _: engine.sleep(),
         "forget_features": lambda _: engine.forget_features(),

@@ -18,7 +18,7 @@ from npu_vlrl.data.source import TaskSource
 from npu_vlrl.rollout.collect import Rollout, has_failed
 from npu_vlrl.rollout.judgements import Judgements, RolloutError
 from npu_vlrl.rollout.remote import in_thread
-from npu_vlrl.rollout.rounds import EngineEnded, EngineError, RoundEngine
+from npu_vlrl.rollout.rounds import Check, EngineEnded, EngineError, RoundEngine, no_check
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.sync.world import PeerError
 from npu_vlrl.types import EpisodeStatus, Task, Trajectory
@@ -51,8 +51,8 @@ class InTurn:
     async def beside(self, work: Callable[[], T]) -> T:
         return work()
 
-    async def update(self, version: int) -> dict[str, float]:
-        return self._engine.weights_changed(version)
+    async def update(self, version: int, check: Check = no_check) -> dict[str, float]:
+        return await self._engine.update(version, check)
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,10 @@ class Stream:
             "async/staleness_max": max(chosen.values()),
             "async/queue": self.schedule.ready,
             "async/waited_seconds": time.monotonic() - began,
-            "async/interrupted_tokens": interrupted_share(groups),
             "async/retried_episodes": since.retried,
         }
+        if (interrupted := interrupted_share(groups)) is not None:
+            metrics["async/interrupted_tokens"] = interrupted
         self._fill()
         return Rollout(groups, since.failed, since.replaced, since.judgements, metrics)
 
@@ -155,9 +156,9 @@ class Stream:
 
         return await in_thread(enter_and_work)
 
-    async def update(self, version: int) -> dict[str, float]:
+    async def update(self, version: int, check: Check = no_check) -> dict[str, float]:
         """Brings new weights to the engine, in the middle of turns; see `RoundEngine.update`."""
-        metrics = await self.episodes.engine.update(version)
+        metrics = await self.episodes.engine.update(version, check)
         self._fill()
         return metrics
 
@@ -232,8 +233,9 @@ class Stream:
             raise RolloutError(f"{n_failed} of the last {played} groups cannot be used:\n  {errors}")
 
 
-def interrupted_share(groups: Sequence[Sequence[Trajectory]]) -> float:
-    """Share of the sampled tokens that are in turns with tokens of several versions of the weights."""
+def interrupted_share(groups: Sequence[Sequence[Trajectory]]) -> float | None:
+    """Share of the sampled tokens that are in turns with tokens of several versions of the weights; None without any."""
     turns = [turn.action for group in groups for trajectory in group for turn in trajectory.turns]
     tokens = sum(map(len, turns))
-    return sum(len(turn) for turn in turns if len(set(turn.weight_versions)) > 1) / max(1, tokens)
+    interrupted = sum(len(turn) for turn in turns if len(set(turn.weight_versions)) > 1)
+    return interrupted / tokens if tokens else None

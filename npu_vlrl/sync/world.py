@@ -29,6 +29,8 @@ TOKEN_TIMEOUT_S = 5.0
 """Who connects says the token at once; a stranger who says nothing keeps the others waiting no longer."""
 ADDRESS_KEY = "npu_vlrl/address"
 HOST_KEY = "npu_vlrl/host"
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torchrun sets in each process, and other launchers must."""
 REACHABLE = "nothing"
 """What is said where there is no problem."""
 
@@ -164,11 +166,10 @@ def join(
     """Joins the other processes, with a device each: without `device` that of the local rank. All call it at one time.
     The first `learners` learn, see `World`.
 
-    Raises HardwareError without that device or an address that others reach, and PeerError when another process does
-    not come in `start_timeout_s`.
+    Raises HardwareError without that device or an address that others reach, or when the launcher's variables do not
+    fit together, and PeerError when another process does not come in `start_timeout_s`.
     """
-    rank, size = int(os.environ["RANK"]), started_processes()
-    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    rank, size, local_size = _check_launch()
     device = local_rank() if device is None else device
     platform.set_device(device)
     if local_size == size:
@@ -194,6 +195,38 @@ def join(
         peers = [Peer(*values) for values in welcome.content["peers"]]
         channels[LEARNER].peer = peers[LEARNER]
     return World(platform, rank, peers, channels, timeout_s, start_timeout_s, device, learners)
+
+
+def _check_launch() -> tuple[int, int, int]:
+    """This process's rank, and how many processes there are, in all and on its machine, as torchrun says in variables.
+
+    Raises HardwareError for those that a rendezvous would wait for in vain, without a word.
+    """
+    missing = [name for name in LAUNCHED if not os.environ.get(name)]
+    if missing:
+        raise HardwareError(
+            f"WORLD_SIZE={started_processes()} starts several processes, and {', '.join(missing)} is not set; start "
+            "them with torchrun, or set what it sets"
+        )
+    rank, size, local_size = (int(os.environ[name]) for name in LAUNCHED[:3])
+    for name, number, of, limit in (
+        ("RANK", rank, "WORLD_SIZE", size),
+        ("LOCAL_RANK", local_rank(), "LOCAL_WORLD_SIZE", local_size),
+    ):
+        if not 0 <= number < limit:
+            raise HardwareError(
+                f"{name}={number} is not below {of}={limit}: processes are numbered from 0 to {limit - 1}; correct what "
+                "the launcher was told (NODE_RANK, NNODES)"
+            )
+    address = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        raise HardwareError(
+            f"MASTER_ADDR={address} is no address that this machine can resolve ({error}); set it to the first "
+            "machine's address in the network that all machines are in"
+        ) from error
+    return rank, size, local_size
 
 
 def _check_reachable(store: dist.Store, host: str, me: Peer, size: int) -> None:

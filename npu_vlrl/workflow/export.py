@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from npu_vlrl.config import ConfigError
 from npu_vlrl.types import Sample, SegmentKind, Trajectory
 
 ExportStyle = Literal["concat", "individual"]
 RewardMode = Literal["best", "last", "sum"]
+
+RELATIVE, ABSOLUTE = 1e-9, 1e-12
+"""Rewards that are as close to each other are equal: a sum of a million terms is rounded by less."""
 
 
 def trajectory_reward(
@@ -21,14 +27,31 @@ def trajectory_reward(
     max of discount^k v_k (the rule of AReaL's pull request 931); `last`: that of the last one; `sum`: sum of
     discount^k v_k. No answer scores 0. What turns earned besides, by calling tools or for their length, is added in
     every mode, discount^k (r_k - v_k) each: a cost that only a worst turn could feel would cost nothing.
+    The sum is rounded once, so its order does not matter.
     """
-    answered, besides = [], 0.0
+    answered, besides = [], []
     for k, (reward, verdict) in enumerate(zip(turn_rewards, verdicts, strict=True)):
-        besides += discount**k * (reward - (verdict or 0.0))
+        besides.append(discount**k * (reward - (verdict or 0.0)))
         if verdict is not None:
             answered.append(discount**k * verdict)
     answered = answered or [0.0]
-    return {"best": max(answered), "last": answered[-1], "sum": sum(answered)}[mode] + besides
+    terms = [*{"best": [max(answered)], "last": answered[-1:], "sum": answered}[mode], *besides]
+    try:
+        return math.fsum(terms)
+    except OverflowError:  # then it is infinite, and refused by whoever reads it
+        return sum(terms)
+
+
+def equal(lowest: Any, highest: Any) -> Any:
+    """Whether rewards between these differ by rounding at most, as sums of the same terms in another order do: by less
+    than `RELATIVE` of the larger, or `ABSOLUTE`. Numbers or arrays.
+    """
+    return highest - lowest <= RELATIVE * np.maximum(np.abs(lowest), np.abs(highest)) + ABSOLUTE
+
+
+def pays_for_failing(mode: RewardMode, discount: float, lowest: float) -> bool:
+    """Whether an episode of wrong answers earns more the longer it is, where the lowest verdict of a judge is `lowest`."""
+    return mode == "best" and discount < 1 and lowest < 0
 
 
 def outcome(trajectory: Trajectory, mode: RewardMode, discount: float) -> float:

@@ -15,6 +15,7 @@ import torch
 from npu_vlrl.cli import main
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
+from npu_vlrl.rollout.inprocess import InProcessEngine
 
 LAST = int(os.environ["WORLD_SIZE"]) - 1
 
@@ -52,10 +53,23 @@ def not_summed(*_: Any) -> None:
     """Each rank steps with the gradients of its own share."""
 
 
+def damaged(change: Any) -> Any:
+    """The last rank's engine loses a tensor of its tower with the second update."""
+
+    def weights_changed(engine: InProcessEngine, version: int) -> Any:
+        if version == 2 and int(os.environ["RANK"]) == LAST:
+            with torch.no_grad():
+                next(engine.policy.vision.parameters()).normal_()
+        return change(engine, version)
+
+    return weights_changed
+
+
 FAULTS: dict[str, list[tuple[type, str, Any]]] = {
     "killed": [(Ranks, "sum_gradients", in_last_rank(killed))],
     "out of memory": [(Ranks, "sum_gradients", in_last_rank(out_of_memory))],
     "hangs": [(Ranks, "sum_gradients", in_last_rank(hangs))],
+    "damaged": [(InProcessEngine, "weights_changed", damaged(InProcessEngine.weights_changed))],
     "not summed": [(Ranks, "sum_gradients", not_summed)],
     "not summed, not compared": [(Ranks, "sum_gradients", not_summed), (LearnerGroup, "_compare", lambda *_: None)],
 }

@@ -137,7 +137,9 @@ def test_weights_changed_in_the_middle_of_turns(trained: Path) -> None:
 def test_the_learner_agrees_with_the_engine_where_the_weights_are_its_own(trained: Path) -> None:
     """A gap above 1e-3 would have ended the run; tokens of earlier weights are further away than that."""
     steps = steps_of(trained)
-    assert all(step["logprob_gap"] < 1e-3 for step in steps)
+    assert all(("logprob_gap" in step) is (step["logprob_gap_tokens"] > 0) for step in steps)
+    assert all(step.get("logprob_gap", 0) < 1e-3 for step in steps)
+    assert all(0 < step["probe_gap"] < 1e-3 and step["probe_tokens"] >= 16 for step in steps)
     assert max(step["gap"] for step in steps) > 1e-3
     assert all(math.isfinite(step["correction_weight"]) for step in steps)
 
@@ -166,7 +168,7 @@ def test_two_learners_with_a_part_each(tmp_path: Path) -> None:
     assert finish(fork(3, words, tmp_path)) == [0, 0, 0], said(tmp_path, 3)
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 4 and max(step["async/staleness_max"] for step in steps) == 1
-    assert all(step["logprob_gap"] < 1e-3 for step in steps)
+    assert all(step.get("logprob_gap", 0) < 1e-3 and 0 < step["probe_gap"] < 1e-3 for step in steps)
     played = collections.Counter(line["task"] for line in trained_on(tmp_path / "run"))
     assert len(played) == 4 * GROUPS and set(played.values()) == {2}
 

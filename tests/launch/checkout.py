@@ -19,6 +19,7 @@ case "$1 $2" in
 "-c "*importlib.metadata*) ls "$packages/$3=="${4:-*} >/dev/null 2>&1; exit ;;
 "-c "*device_count*) echo "${DEVICES:-2}"; exit ;;
 "-c "*tests.host_cann*) echo "export HOST_CANN_DEVICES=2"; exit ;;
+"-c "*getaddrinfo*) [[ $3 != *.invalid ]]; exit ;;
 "-c "*) exit "${PYTHON_UNSUITABLE:-0}" ;;
 "--version "*) echo "Python 3.11.99"; exit ;;
 esac

@@ -124,6 +124,15 @@ def test_several_machines_meet_at_the_first(host: Checkout) -> None:
         ({"NNODES": "2"}, "NNODES=2 also needs MASTER_ADDR, the first machine's address, and NODE_RANK"),
         ({"NNODES": "2", "MASTER_ADDR": "a"}, "this machine's number from 0 to 1"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "x"}, "NODE_RANK=x is not a whole number"),
+        (
+            {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"},
+            "NODE_RANK=2 is not below NNODES=2: the machines are numbered from 0 to 1; correct one of the two",
+        ),
+        ({"NNODES": "08", "MASTER_ADDR": "a", "NODE_RANK": "09"}, "NODE_RANK=09 is not below NNODES=8: "),
+        (
+            {"NNODES": "2", "MASTER_ADDR": "node.invalid", "NODE_RANK": "1"},
+            "MASTER_ADDR=node.invalid is no address that this machine can resolve; set it to the first machine's",
+        ),
         ({"NNODES": "0"}, "NNODES=0 is not a whole number of at least 1"),
         ({"NPU_VLRL_PROCESSES": "two"}, "NPU_VLRL_PROCESSES=two is not a whole number of at least 1"),
         ({"NPU_VLRL_PROCESSES": "0"}, "NPU_VLRL_PROCESSES=0 is not a whole number of at least 1"),

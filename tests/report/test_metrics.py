@@ -121,6 +121,8 @@ def test_evaluation_by_data_source_by_hand() -> None:
     assert by_source([], "best", 1.0) == {"all": {"tasks": 0}}
     gone = episode(0, "4", [LOOK, "up", "up"], JudgeError("gone"), WRONG)
     assert by_source([gone, done[1]], "best", 1.0)["all"]["judge_failed"] == 0.25  # one of two answers, and none
+    assert by_source([gone, done[2]], "best", 1.0)["all"]["judge_failed"] == 0.5  # of the other nothing was judged
+    assert "judge_failed" not in by_source([done[2]], "best", 1.0)["all"]
 
 
 @pytest.mark.parametrize(("mode", "first", "second"), [("best", 0.25, 0.2), ("last", 0.25, 0.05), ("sum", 0.25, 0.25)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from npu_vlrl.hardware import HardwareError
+from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.sync import world
 from npu_vlrl.sync.channel import Channel, Message, Peer, PeerError
 from tests.support.sockets import connected
@@ -214,3 +216,35 @@ def test_the_number_of_processes(monkeypatch: pytest.MonkeyPatch, value: str | N
     if value:
         monkeypatch.setenv("WORLD_SIZE", value)
     assert world.started_processes() == expected
+
+
+# --- what a launcher says --------------------------------------------------------------------------------------------
+
+TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2: processes are numbered from 0 to 1; correct what"),
+        ({"RANK": "-1"}, "RANK=-1 is not below WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is not below LOCAL_WORLD_SIZE=1"),
+        ({"MASTER_ADDR": "node.invalid"}, "MASTER_ADDR=node.invalid is no address that this machine can resolve"),
+        ({"MASTER_ADDR": "x" * 300}, "is no address that this machine can resolve"),
+        ({"MASTER_ADDR": ""}, "WORLD_SIZE=2 starts several processes, and MASTER_ADDR is not set; start them with"),
+    ],
+)
+def test_a_launch_that_cannot_meet_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], message: str
+) -> None:
+    for name, value in {**TWO, "MASTER_ADDR": "127.0.0.1", **changed}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(HardwareError, match=re.escape(message)):
+        world.join(CpuPlatform(), 5.0)
+
+
+def test_a_launch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TWO, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK")
+    assert world._check_launch() == (1, 2, 1)

@@ -57,6 +57,7 @@ def test_a_training_and_one_that_goes_on(tmp_path: Path) -> None:
     steps = [line for line in whole if "gap_max" in line]
     assert len(steps) == 3
     assert all(0 < line["gap_max"] < 1e-4 and line["sync/bytes"] > 0 for line in steps)
+    assert all(0 < line["probe_gap"] < 1e-4 and line["probe_tokens"] >= 16 for line in steps)
     # greedy, after the same warm start: the same episodes
     baselines = [next(line for line in lines if "eval/all/turns" in line) for lines in (whole, ours)]
     evaluated = [{key: value for key, value in line.items() if key.startswith("eval/")} for line in baselines]
@@ -92,9 +93,10 @@ def test_an_asynchronous_training_with_an_engine_process(tmp_path: Path) -> None
     """vLLM is interrupted by new weights; the learner compares the tokens of the weights that it has."""
     words = ("train.staleness=1", "algorithm.correction=tis", "algorithm.entropy_coef=0.01", "optim.lr=0.01")
     lines = train(tmp_path / "run", "vllm", *words, processes=2)
-    steps = [line for line in lines if "gap_max" in line]
+    steps = [line for line in lines if "grad_norm" in line]
     assert len(steps) == 3
-    assert all(line["logprob_gap"] < 1e-4 and line["grad_norm"] > 0 for line in steps)
+    assert all(0 < line["probe_gap"] < 1e-4 and line["probe_tokens"] >= 16 for line in steps)
+    assert all(line.get("logprob_gap", 0) < 1e-4 and line["grad_norm"] > 0 for line in steps)
     assert all(line["async/staleness_max"] <= 1 for line in steps)
     records = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
     trained = [record for record in records if record["group"].startswith("task")]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from npu_vlrl.workflow.export import equal
+
 LARGEST_REWARD = 1e100
 """Its square is still a finite float64."""
 
@@ -16,7 +18,7 @@ class Centred:
     """Rewards less the mean of their group, and where each came from."""
 
     values_S: np.ndarray
-    """float64; exactly 0 throughout a group whose rewards are equal, whatever the rounding of its mean."""
+    """float64; exactly 0 throughout a group whose rewards are `equal`, whatever the rounding of them and of its mean."""
     group_S: np.ndarray
     """int: index of each sample's group."""
     size_G: np.ndarray
@@ -43,7 +45,7 @@ def centre(rewards: np.ndarray, groups: Sequence[str]) -> Centred:
     np.minimum.at(lowest_G, group_S, rewards_S)
     np.maximum.at(highest_G, group_S, rewards_S)
     mean_G = group_sum(rewards_S, group_S, size_G) / size_G
-    values_S = np.where((lowest_G == highest_G)[group_S], 0.0, rewards_S - mean_G[group_S])
+    values_S = np.where(equal(lowest_G, highest_G)[group_S], 0.0, rewards_S - mean_G[group_S])
     return Centred(values_S, group_S, size_G)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from npu_vlrl.types import Credit
+from npu_vlrl.workflow.export import equal
 
 EPSILON = 1e-8
 
@@ -101,7 +102,7 @@ def run_ids(*keys: np.ndarray) -> np.ndarray:
 
 
 def whiten(values: np.ndarray) -> np.ndarray:
-    """(values - mean) / sqrt(variance + 1e-8), with the unbiased variance. Values without any spread give exactly 0."""
-    if values.size < 2 or values.min() == values.max():
+    """(values - mean) / sqrt(variance + 1e-8), with the unbiased variance. Values that are `equal` give exactly 0."""
+    if values.size < 2 or equal(values.min(), values.max()):
         return np.zeros_like(values, dtype=np.float64)
     return (values - values.mean()) / np.sqrt(values.var(ddof=1) + EPSILON)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 Metrics = dict[str, Tensor]
-"""Scalars without gradient; a name ends in how they are put together, `_sum` or `_max`; `tokens_sum` is the divisor."""
+"""Scalars without gradient; a name ends in how they are put together, `_sum` or `_max`. `NAME_tokens` is the number of
+tokens that a sum or maximum is over; `tokens_sum` is that of all which have no number of their own.
+"""
 
 
 def clip_metrics(ratio_N: Tensor, low_N: Tensor, high_N: Tensor, dual_N: Tensor) -> Metrics:
@@ -24,14 +26,14 @@ def clip_metrics(ratio_N: Tensor, low_N: Tensor, high_N: Tensor, dual_N: Tensor)
 
 
 def largest(values_N: Tensor) -> Tensor:
-    """The maximum of values that are not negative; 0 when there are none, as on a rank with nothing left to do."""
+    """The maximum of values that are not negative; 0, which changes no maximum, when there are none."""
     return values_N.max() if len(values_N) else values_N.new_zeros(())
 
 
 def reduce_metrics(parts: Iterable[Metrics]) -> dict[str, float]:
-    """The metrics of all micro-batches as numbers: `x_sum` becomes the mean `x` over tokens, `x_max` stays.
+    """The metrics of all micro-batches as numbers: `x_sum` becomes the mean `x` over its tokens, `x_max` stays.
 
-    Means over no token at all are 0. `tokens` is the number of tokens.
+    A mean or maximum over no token at all is left out. `tokens` is the number of tokens.
     """
     collected: dict[str, list[Tensor]] = {}
     for part in parts:
@@ -42,8 +44,11 @@ def reduce_metrics(parts: Iterable[Metrics]) -> dict[str, float]:
         for name, values in collected.items()
     }
     tokens = totals.pop("tokens_sum", 0.0)
-    reduced = {
-        name.removesuffix("_sum"): total / max(tokens, 1) if name.endswith("_sum") else total
-        for name, total in totals.items()
-    }
-    return {"tokens": tokens} | reduced
+    counts = {name: totals.pop(name) for name in list(totals) if name.endswith("_tokens")}
+    reduced = {"tokens": tokens} | counts
+    for key, total in totals.items():
+        name = key.removesuffix("_sum")
+        measured = counts.get(f"{name}_tokens", tokens)
+        if measured:
+            reduced[name] = total / measured if key.endswith("_sum") else total
+    return reduced

@@ -49,6 +49,7 @@ def policy_loss(
     kl_coef: float = 0.0,
     kl_kind: KLKind = "k3",
     entropy_coef: float = 0.0,
+    sampled_N: Tensor | None = None,
     current_N: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Σ weight · (correction · loss + kl_coef · kl - entropy_coef · entropy) over the N tokens of a micro-batch.
@@ -58,10 +59,10 @@ def policy_loss(
     `sample_N` (int64) and `n_samples` are needed for gspo only. A micro-batch without tokens gives 0, still tied to
     `logprobs_N`. NaN goes through: whoever steps the optimiser looks at the loss.
 
-    The metrics carry no gradient. To add micro-batches or ranks up, add what ends in `_sum`, and take the maximum of
-    what ends in `_max`; `tokens_sum` is the divisor (see `reduce_metrics`). `gap_*` is |logprob - behaviour|: before
-    the first optimiser step on a batch it is the disagreement of learner and engine, later the policy's drift as well.
-    `gap_max` is that of the tokens in `current_N` (bool) alone, where it is given.
+    The metrics carry no gradient; `reduce_metrics` adds micro-batches or ranks up. `gap_*` is |logprob - behaviour|:
+    before the first optimiser step on a batch it is the disagreement of learner and engine, later the policy's drift as
+    well. Its mean is over the tokens in `sampled_N` and its maximum over those in `current_N` (bool, all where not
+    given); `gap_tokens` and `gap_max_tokens` are their numbers, where these are given.
 
     Raises ValueError for an unknown loss or correction, for decoupled_ppo with a correction, for either without
     `proximal_N`, and for `kl_coef` without `reference_N`.
@@ -87,7 +88,7 @@ def policy_loss(
         loss_N = weight_N * loss_N
         metrics |= correction_metrics
     metrics |= {"pg_loss_sum": loss_N.sum(), "entropy_sum": entropy_N.sum()}
-    metrics |= _distances(tokens, reference_N, current_N)
+    metrics |= _distances(tokens, reference_N, sampled_N, current_N)
     if kl_coef and reference_N is not None:
         loss_N = loss_N + kl_coef * kl_per_token(tokens.logprobs_N, reference_N, kl_kind)
     if entropy_coef:
@@ -96,12 +97,16 @@ def policy_loss(
 
 
 @torch.no_grad()
-def _distances(tokens: Tokens, reference_N: Tensor | None, current_N: Tensor | None) -> Metrics:
+def _distances(
+    tokens: Tokens, reference_N: Tensor | None, sampled_N: Tensor | None, current_N: Tensor | None
+) -> Metrics:
     """How far the policy is from the engine, from its anchor, and from the reference."""
     gap_N = (tokens.logprobs_N - tokens.behaviour_N).abs()
+    counts = {"gap_tokens": sampled_N, "gap_max_tokens": current_N}
     metrics = {
+        **{name: chosen_N.sum() for name, chosen_N in counts.items() if chosen_N is not None},
         "tokens_sum": torch.tensor(len(gap_N), device=gap_N.device),
-        "gap_sum": gap_N.sum(),
+        "gap_sum": (gap_N if sampled_N is None else gap_N[sampled_N]).sum(),
         "gap_max": largest(gap_N if current_N is None else gap_N[current_N]),
         # The tokens were sampled from the anchor, or nearly, so it stands first in this KL.
         "anchor_kl_sum": kl_per_token(tokens.anchor_N, tokens.logprobs_N).sum(),

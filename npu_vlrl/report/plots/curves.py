@@ -74,7 +74,14 @@ CURVES = (
     ),
     Curve("entropy", "Entropy", "nats per token", (Series("entropy"),), limits=(0, None)),
     Curve("kl", "KL to the reference", "nats per token", (Series("kl"),), limits=(0, None)),
-    Curve("logprob_gap", "Learner–engine gap", "largest, nats", (Series("logprob_gap"),), "max", scale="log"),
+    Curve(
+        "logprob_gap",
+        "Learner–engine gap",
+        "largest, nats",
+        (Series("logprob_gap", "sampled tokens"), Series("probe_gap", "probe")),
+        "max",
+        scale="log",
+    ),
     Curve(
         "throughput",
         "Throughput",

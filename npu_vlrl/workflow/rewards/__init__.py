@@ -18,7 +18,7 @@ from npu_vlrl.workflow.rewards.pool import InlineJudge, JudgePool
 from npu_vlrl.workflow.rewards.weighted import WeightedJudge, make_weighted
 from npu_vlrl.workflow.workers import is_spec
 
-__all__ = ["INLINE", "RULES", "InlineJudge", "JudgePool", "WeightedJudge", "make_judge"]
+__all__ = ["INLINE", "RULES", "InlineJudge", "JudgePool", "WeightedJudge", "lowest_reward", "make_judge"]
 
 RULES = {
     "math_verify": "npu_vlrl.workflow.rewards.math_verify",
@@ -32,6 +32,18 @@ RULES = {
 
 INLINE = frozenset({"tagged", "rotation_broad", "rotation_strict"})
 """Rules whose time is linear in the text, so that they need no process of their own."""
+
+LOWEST = {"math_verify": -1.0}
+"""The lowest reward of rules that give negative ones."""
+
+
+def lowest_reward(rule: str, options: Mapping[str, Any]) -> float:
+    """The lowest reward of a rule that `make_judge` takes; 0 for a function of a user's, of which nothing is known."""
+    if rule != "weighted":
+        return LOWEST.get(rule, 0.0)
+    terms = options["terms"].values()
+    lowest = ((float(term["weight"]), lowest_reward(term["rule"], term.get("options") or {})) for term in terms)
+    return sum(weight * low if weight > 0 else weight for weight, low in lowest)  # the highest is 1
 
 
 def make_judge(
