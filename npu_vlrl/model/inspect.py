@@ -1,11 +1,12 @@
 """One look at a model folder before anything is loaded: what it is, and whether its files fit each other.
 
 Every command that takes `model.path` comes through here, so that a folder which cannot be trained is refused by all of
-them, at once and in the same words. Read are JSON files, the tokenizer and the headers of the weights.
+them, at once and in the same words. Read are JSON files and the headers of the weights.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
+import transformers
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
@@ -27,7 +26,7 @@ from transformers import (
 from npu_vlrl.config import ConfigError
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.model.identify import not_a_model
-from npu_vlrl.model.tokens import IMAGE, special_tokens
+from npu_vlrl.model.tokens import END_OF_TURN, IMAGE
 from npu_vlrl.model.weight_files import AGAIN, check_head, check_names, read_headers, read_object
 
 VISION_MODELS: dict[str, Any] = {
@@ -67,12 +66,20 @@ OF_THE_TOWER = {
 }
 """Settings of the image processor, and what `vision_config` calls them."""
 
+TOKENIZER, VOCABULARY = "tokenizer.json", "vocab.json"
+
 PLACEHOLDERS = {
     "image_token_id": IMAGE,
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+
+
+def quieten() -> None:
+    """Turns off transformers' progress bars, and its warnings about what is refused here."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
 
 
 def inspect_folder(path: str | Path, whole: bool = True) -> Path:
@@ -82,6 +89,7 @@ def inspect_folder(path: str | Path, whole: bool = True) -> Path:
 
     Raises ConfigError that names the folder, the file, the cause and the remedy.
     """
+    quieten()
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path: {not_a_model(str(path))}")
@@ -118,8 +126,10 @@ def _inspect(folder: Path, whole: bool, stamp: tuple[tuple[str, int, int], ...])
         )
     if settings.model_type in VISION_MODELS:
         _check_processor(folder, settings)
-    if whole or any(stamped[0] in ("tokenizer.json", "vocab.json") for stamped in stamp):
-        _check_tokens(folder, settings)
+    if whole or any((folder / name).is_file() for name in (TOKENIZER, VOCABULARY)):
+        with explained(f"model.path: cannot read the tokenizer of {folder}"):
+            check_tokens(folder, settings, _tokens(folder))
+        _check_template(folder)
 
 
 def read_settings(folder: Path) -> Any:
@@ -133,7 +143,7 @@ def read_settings(folder: Path) -> Any:
         raise ConfigError(f"model.path: {folder / 'config.json'} has no `model_type`; {AGAIN}")
     if kind not in SUPPORTED:
         raise ConfigError(
-            f"model.path: {folder} is a {kind}; supported are {', '.join(SUPPORTED)}, which are "
+            f"model.path: {folder} is of the model type {kind}; supported are {', '.join(SUPPORTED)}, which are "
             "Qwen2.5-VL, Qwen3-VL and the text models Qwen2, Qwen2.5 and Qwen3"
         )
     _refuse_code(folder, objects)
@@ -146,23 +156,6 @@ def read_settings(folder: Path) -> Any:
             "texts stay shorter than `sliding_window`, where it changes nothing"
         )
     return settings
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, with its chat template. Raises ConfigError."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        raise ConfigError(f"model.path: {folder} has no tokenizer.json; download it from the model's publisher")
-    with explained(f"model.path: cannot read the tokenizer of {folder}"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **NO_CODE)
-    file = folder / "chat_template.json"  # of processors; tokenizers do not read it
-    if tokenizer.chat_template is None and file.is_file():
-        tokenizer.chat_template = read_object(file).get("chat_template")
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"model.path: {folder} has no chat template; a base model has none, so give the folder of its Instruct "
-            "model, or add the publisher's chat_template.jinja"
-        )
-    return tokenizer
 
 
 @contextmanager
@@ -229,13 +222,47 @@ def _check_processor(folder: Path, settings: Any) -> None:
         )
 
 
-def _check_tokens(folder: Path, settings: Any) -> None:
-    """The vocabulary fits the embedding, and placeholders have the ids that config.json names."""
-    tokenizer = load_tokenizer(folder)
+def _tokens(folder: Path) -> dict[str, int]:
+    """The id of each token as the folder's files say. Reading them takes a fraction of making a tokenizer of them.
+
+    Raises ConfigError for a folder without a tokenizer, or with a damaged one.
+    """
+    if (folder / TOKENIZER).is_file():
+        tokenizer = read_object(folder / TOKENIZER)
+        base, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+        ids = dict(base["vocab"]) if isinstance(base, dict) and isinstance(base.get("vocab"), dict) else {}
+        listed = {token["content"]: token["id"] for token in added if isinstance(token, dict)} if added else {}
+    elif (folder / VOCABULARY).is_file():
+        ids = read_object(folder / VOCABULARY)
+        file = folder / "tokenizer_config.json"
+        by_id = read_object(file).get("added_tokens_decoder", {}) if file.is_file() else {}
+        listed = {token["content"]: int(number) for number, token in by_id.items()}
+    else:
+        raise ConfigError(f"model.path: {folder} has no {TOKENIZER}; download it from the model's publisher")
+    return ids | listed
+
+
+def _check_template(folder: Path) -> None:
+    named_in = ("tokenizer_config.json", "chat_template.json")
+    files = [folder / name for name in named_in if (folder / name).is_file()]
+    if not (folder / "chat_template.jinja").is_file() and not any(read_object(f).get("chat_template") for f in files):
+        raise ConfigError(no_template(folder))
+
+
+def no_template(folder: Path) -> str:
+    return (
+        f"model.path: {folder} has no chat template; a base model has none, so give the folder of its Instruct model, "
+        "or add the publisher's chat_template.jinja"
+    )
+
+
+def check_tokens(folder: Path, settings: Any, ids: Mapping[str, int]) -> None:
+    """Raises ConfigError for a vocabulary that the embedding has no rows for, without Qwen's control tokens, or with
+    placeholders under other ids than config.json names.
+    """
     with_images = settings.model_type in VISION_MODELS
-    with explained("model.path"):
-        special_tokens(tokenizer, with_images, owner=str(folder))
-    ids = tokenizer.get_vocab()
+    if missing := [name for name in (END_OF_TURN, *([IMAGE] if with_images else [])) if name not in ids]:
+        raise ConfigError(f"model.path: {folder}: the tokenizer has no token {missing[0]}; use one of a Qwen model")
     rows = settings.get_text_config().vocab_size
     if max(ids.values()) >= rows:
         raise ConfigError(
@@ -248,15 +275,3 @@ def _check_tokens(folder: Path, settings: Any) -> None:
                 f"model.path: {folder}: {token} is {ids[token]} in the tokenizer, and `{key}` {getattr(settings, key)} "
                 "in config.json; take both from the same model"
             )
-    with explained(f"model.path: the chat template of {folder} cannot be read"):
-        _parse_template(tokenizer)
-
-
-def _parse_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises jinja2.TemplateSyntaxError. Whether it can say what an episode says is found out where it is used."""
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-    except jinja2.TemplateSyntaxError:
-        raise
-    except Exception:  # other roles or parts may please it
-        return

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from jinja2 import TemplateSyntaxError
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from npu_vlrl.config import ConfigError, LoraConfig, ModelConfig
 from npu_vlrl.data.processor import ImageProcessor
@@ -22,15 +21,17 @@ from npu_vlrl.model.inspect import (
     NO_CODE,
     SUPPORTED,
     VISION_MODELS,
+    check_tokens,
     explained,
     inspect_folder,
-    load_tokenizer,
+    no_template,
+    quieten,
     read_settings,
 )
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.tokens import special_tokens
-from npu_vlrl.model.weight_files import check_report
+from npu_vlrl.model.weight_files import AGAIN, check_report, read_object
 
 POSITION_SCALES = {"qwen3_vl": 1000}
 """Qwen2.5-VL writes pixels; Qwen3-VL was trained on relative positions from 0 to 1000 (its grounding cookbook)."""
@@ -55,8 +56,7 @@ def model_folder(path: str, scratch: Path, seed: int, whole: bool = True) -> Pat
 
     Raises ConfigError for a folder that cannot be trained, see `inspect_folder`, and for an unknown KIND.
     """
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()  # every load begins here, and so does writing a tiny model
+    quieten()
     if path.startswith("tiny:"):
         folder = scratch / f"{path[5:]}-seed{seed}"
         try:
@@ -85,9 +85,11 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
         processor = dataclasses.replace(processor, position_scale=POSITION_SCALES.get(model.config.model_type))
     model = arranged(model, config)
     merge = processor.merge_size if processor is not None else 2
+    ids = tokenizer.get_vocab()
+    check_tokens(folder, model.config, ids)
     with explained("model.path"):
         special = special_tokens(tokenizer, with_images=is_vision_model, owner=str(folder))
-    n_tokens = max(tokenizer.get_vocab().values()) + 1  # more than there are tokens, where ids are left out
+    n_tokens = max(ids.values()) + 1  # more than there are tokens, where ids are left out
     return LoadedModel(Policy(model, special, n_tokens, merge), tokenizer, processor, folder)
 
 
@@ -102,6 +104,24 @@ def arranged(model: Any, config: ModelConfig) -> Any:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, with its chat template. Raises ConfigError."""
+    with explained(f"model.path: cannot read the tokenizer of {folder}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **NO_CODE)
+    file = folder / "chat_template.json"  # of processors; tokenizers do not read it
+    if tokenizer.chat_template is None and file.is_file():
+        tokenizer.chat_template = read_object(file).get("chat_template")
+    if not tokenizer.chat_template:
+        raise ConfigError(no_template(folder))
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"model.path: the chat template of {folder} cannot be read: {error}; {AGAIN}") from error
+    except Exception:  # the template says so of one bare message; whether it renders an episode, the renderer finds out
+        pass
+    return tokenizer
 
 
 def load_processor(config: ModelConfig, folder: Path) -> ImageProcessor | None:

@@ -58,7 +58,7 @@ def read_headers(folder: Path) -> dict[str, Header] | None:
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             raise ConfigError(
-                f"model.path: {tensor.file}: {name} is {tensor.dtype}, so the weights are quantised, and quantised ones "
+                f"model.path: {tensor.file}: {name} is {tensor.dtype}, so the weights are quantised, and those "
                 "cannot be trained; give the folder of the model that they were made from"
             )
     return tensors
@@ -147,15 +147,15 @@ def check_report(folder: Path, report: Mapping[str, Iterable[Any]]) -> None:
         return
     if missing == ["lm_head.weight"] and not (unexpected or misshapen):
         raise ConfigError(
-            f"model.path: {folder}: config.json says `tie_word_embeddings: false`, and the weights have no lm_head.weight; "
-            "write true if the head is the embedding, or download the weights again"
+            f"model.path: {folder}: config.json says `tie_word_embeddings: false`, and the weights have no "
+            "lm_head.weight; write true if the head is the embedding, or download the weights again"
         )
-    parts = {"lack": missing, "hold besides": unexpected, "have in another shape": misshapen}
-    told = ", ".join(f"{what} {len(names)}: {named(names)}" for what, names in parts.items() if names)
+    parts = {"missing": missing, "left over": unexpected, "of another shape": misshapen}
+    told = "; ".join(f"{len(names)} {what} ({named(names)})" for what, names in parts.items() if names)
     remedy = AGAIN
     if any(".lora_" in name or ".base_layer." in name for name in unexpected):
         remedy = "an adapter that was not merged is among them, merge it first (`merge_and_unload` of peft)"
-    raise ConfigError(f"model.path: the weights of {folder} do not fit its config.json: they {told}; {remedy}")
+    raise ConfigError(f"model.path: the weights of {folder} do not fit its config.json: {told}; {remedy}")
 
 
 def check_head(folder: Path, tensors: Mapping[str, Header]) -> None:
@@ -164,9 +164,9 @@ def check_head(folder: Path, tensors: Mapping[str, Header]) -> None:
     embeddings = [name for name in tensors if name.endswith("embed_tokens.weight")]
     if heads and embeddings and not _equal(heads[0], embeddings[0], tensors):
         raise ConfigError(
-            f"model.path: {folder}: config.json says `tie_word_embeddings: true`, but {heads[0]} is another matrix than "
-            f"{embeddings[0]}, so programs differ in what they compute; write false in config.json if the model has a "
-            f"head of its own, or remove {heads[0]}"
+            f"model.path: {folder}: config.json says `tie_word_embeddings: true`, but {heads[0]} is another matrix "
+            f"than {embeddings[0]}, so programs differ in what they compute; write false if the model has a head of "
+            f"its own, or remove {heads[0]}"
         )
 
 
