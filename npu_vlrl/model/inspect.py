@@ -27,7 +27,7 @@ from npu_vlrl.config import ConfigError
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.model.identify import not_a_model
 from npu_vlrl.model.tokens import END_OF_TURN, IMAGE
-from npu_vlrl.model.weight_files import AGAIN, check_head, check_names, read_headers, read_object
+from npu_vlrl.model.weight_files import AGAIN, NO_CODE, check_head, check_names, read_headers, read_object
 
 VISION_MODELS: dict[str, Any] = {
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
@@ -36,9 +36,6 @@ VISION_MODELS: dict[str, Any] = {
 TEXT_MODELS: dict[str, Any] = {"qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
 SUPPORTED = VISION_MODELS | TEXT_MODELS
 """transformers' class by `model_type`."""
-
-NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""For everything that transformers reads from a folder: it neither runs the folder's code nor asks whether it may."""
 
 READ_AS_JSON = (
     "config.json",

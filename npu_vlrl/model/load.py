@@ -18,7 +18,6 @@ from npu_vlrl.config import ConfigError, LoraConfig, ModelConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.kernels.modules import attach
 from npu_vlrl.model.inspect import (
-    NO_CODE,
     SUPPORTED,
     VISION_MODELS,
     check_tokens,
@@ -31,13 +30,10 @@ from npu_vlrl.model.inspect import (
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.tokens import special_tokens
-from npu_vlrl.model.weight_files import AGAIN, check_report, read_object
+from npu_vlrl.model.weight_files import AGAIN, BUILT_IN_ATTENTION, NO_CODE, check_report, read_object
 
 POSITION_SCALES = {"qwen3_vl": 1000}
 """Qwen2.5-VL writes pixels; Qwen3-VL was trained on relative positions from 0 to 1000 (its grounding cookbook)."""
-
-BUILT_IN_ATTENTION = "sdpa"
-"""Until `attach` puts ours in its place: a config.json may name a kernel of the Hub, which would be downloaded."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

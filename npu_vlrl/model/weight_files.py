@@ -17,10 +17,16 @@ from safetensors import SafetensorError, safe_open
 from npu_vlrl.config import ConfigError
 from npu_vlrl.model.identify import named, other_weights
 
+NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+"""For everything that transformers reads from a folder: it neither runs the folder's code nor asks whether it may."""
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+BUILT_IN_ATTENTION = "sdpa"
+"""Until `attach` puts ours in its place: a config.json may name a kernel of the Hub, which would be downloaded."""
+
 AGAIN = "download it again"
 POINTER = b"version https://git-lfs"
 ROWS = 4096
@@ -129,7 +135,8 @@ def check_names(folder: Path, family: Any, settings: Any, tensors: Mapping[str, 
         device_map="meta",
         output_loading_info=True,
         ignore_mismatched_sizes=True,
-        attn_implementation="sdpa",
+        attn_implementation=BUILT_IN_ATTENTION,
+        **NO_CODE,
     )
     check_report(folder, report)
 
