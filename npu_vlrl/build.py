@@ -18,6 +18,7 @@ from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.algorithm import Algorithm, resolve
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
+from npu_vlrl.model.inspect import inspect_folder
 from npu_vlrl.model.load import LoadedModel, model_folder
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.processes import blaming, join_engines, learning_ranks, load, new_engine, new_learner, prepare
@@ -66,6 +67,8 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
     `remote.RemoteEngine` raises when another rank cannot begin.
     """
     platform = prepare(config)
+    if not config.model.path.startswith("tiny:"):
+        inspect_folder(config.model.path)  # before data are read and other processes started
     algorithm = resolve(config.algorithm)
     if algorithm.advantage == "gigpo" and not config.environment.is_game:
         raise ConfigError(

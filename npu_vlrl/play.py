@@ -262,4 +262,5 @@ def _processor(config: Config, cleanup: ExitStack) -> ImageProcessor | None:
     if not config.workflow.tools:
         return None
     scratch = Path(cleanup.enter_context(TemporaryDirectory()))
-    return load_processor(config.model, model_folder(config.model.path, scratch, config.train.seed))
+    folder = model_folder(config.model.path, scratch, config.train.seed, whole=False)
+    return load_processor(config.model, folder)

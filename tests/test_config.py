@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config, sections
 
@@ -293,3 +294,74 @@ def test_of_several_files_a_later_one_wins_and_overrides_win_over_all(base: Path
     other.write_text("- a list")
     with pytest.raises(ConfigError, match=f"{other}: the file must hold a mapping"):
         load_config([base, other])
+
+
+GAME_FILE = """
+environment:
+  name: sokoban
+  options: {size: 6, boxes: 1}
+data:
+  train:
+    generator: episodes
+"""
+RULE_FILE = """
+reward:
+  rule: weighted
+  options:
+    terms:
+      angle: {rule: rotation_strict, weight: 0.5, options: {distance: linear}}
+      accuracy: {rule: tagged, weight: 0.5, options: {choices: [a, b]}}
+    solved_by: angle
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["environment.name=frozenlake"], {}),
+        (["environment.name=frozenlake", "environment.options={slippery: true}"], {"slippery": True}),
+        (["environment.options={slippery: true}", "environment.name=frozenlake"], {"slippery": True}),
+        (["environment.options.size=4", "environment.name=frozenlake"], {"size": 4}),
+        (["environment.name=frozenlake", "environment.name=sokoban"], {"size": 6, "boxes": 1}),
+        (["environment.name=sokoban", "environment.options.size=5"], {"size": 5, "boxes": 1}),
+        (["environment.options={size: 5, tile: 9}"], {"size": 5, "boxes": 1, "tile": 9}),
+    ],
+)
+def test_options_are_of_the_game_that_they_stand_beside(
+    base: Path, tmp_path: Path, overrides: list[str], expected: dict[str, Any]
+) -> None:
+    """Another game has none of the old one's; the same one keeps those that are not given again."""
+    file = tmp_path / "game.yaml"
+    file.write_text(GAME_FILE)
+    assert load_config([base, file], overrides).environment.options == expected
+    OmegaConf.save(OmegaConf.from_dotlist(overrides), tmp_path / "later.yaml")
+    assert load_config([base, file, tmp_path / "later.yaml"]).environment.options == expected
+
+
+def test_options_are_of_the_rule_that_they_stand_beside(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rule.yaml"
+    file.write_text(RULE_FILE)
+    written = load_config([base, file]).reward.options
+    assert load_config([base, file], ["reward.rule=tagged", "reward.options.choices=[c]"]).reward.options == {
+        "choices": ["c"]
+    }
+    term = "reward.options.terms.angle"
+    other = load_config([base, file], [f"{term}.rule=rotation_broad"]).reward.options
+    assert other["terms"]["angle"] == {"rule": "rotation_broad", "weight": 0.5}, "a term has options of its own"
+    assert other["terms"]["accuracy"] == written["terms"]["accuracy"] and other["solved_by"] == "angle"
+    same = load_config([base, file], [f"{term}.rule=rotation_strict", f"{term}.weight=1"]).reward.options
+    assert same["terms"]["angle"] == {"rule": "rotation_strict", "weight": 1, "options": {"distance": "linear"}}
+
+
+def test_options_of_a_rule_that_no_file_names_are_of_the_default(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rule.yaml"
+    file.write_text("reward:\n  options: {places: 3}\n")
+    assert load_config([base, file], ["reward.rule=math_verify"]).reward.options == {"places": 3}
+    assert load_config([base, file], ["reward.rule=tagged"]).reward.options == {}
+
+
+def test_dropping_options_leaves_interpolations_and_escapes(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rule.yaml"
+    file.write_text("run:\n  dir: ${model.path}/\\${x}\nreward:\n  rule: tagged\n  options: {choices: [a]}\n")
+    config = load_config([base, file], ["reward.rule=geometry3k"])
+    assert config.run.dir == f"{config.model.path}/${{x}}" and config.reward.options == {}

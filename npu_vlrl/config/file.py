@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,17 +20,21 @@ from yaml import YAMLError
 from npu_vlrl.config.base import ConfigError, Section
 from npu_vlrl.config.schema import Config
 
+OPTIONS_OF = ("name", "rule")
+"""What `options` beside it are of: `environment.name`, `reward.rule`, and the `rule` of a term of a weighted sum."""
+
 
 def load_config(path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     """Reads YAML files (OmegaConf interpolation allowed), of which a later one wins, and applies dotted `key=value`
-    overrides.
+    overrides. Where one names another game or rule, the `options` before it are dropped.
 
     Raises ConfigError, whose message names the file, the key, and the nearest known key for a misspelt one.
     """
     paths = [path] if isinstance(path, (str, Path)) else list(path)
     name = " + ".join(map(str, paths))
     try:
-        merged = OmegaConf.merge(*map(_read, paths), *map(_override, overrides))
+        given = OmegaConf.merge({}, *map(_override, overrides))  # as one, so that their order does not matter
+        merged = reduce(_merged, [*map(_read, paths), given])
         values = OmegaConf.to_container(merged, resolve=True)
     except ConfigError:
         raise
@@ -51,6 +56,26 @@ def _read(path: str | Path) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: the file must hold a mapping of sections, got a list; see configs/ for samples")
     return loaded
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """OmegaConf's merge of two mappings, without options of another game or rule."""
+    kept = OmegaConf.to_container(below)
+    _drop_options(kept, OmegaConf.to_container(above), "")
+    return OmegaConf.merge(OmegaConf.create(kept), above)
+
+
+def _drop_options(below: Any, above: Any, prefix: str) -> None:
+    """Removes the `options` in `below`, at any depth, of a game or rule for which `above` names another one: they
+    belong to what they were written for.
+    """
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return
+    for name in OPTIONS_OF:
+        if name in above and above[name] != below.get(name, DEFAULTS.get(f"{prefix}{name}")):
+            below.pop("options", None)
+    for key, value in above.items():
+        _drop_options(below.get(key), value, f"{prefix}{key}.")
 
 
 def _override(text: str) -> DictConfig:
@@ -88,6 +113,9 @@ def sections(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tupl
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+DEFAULTS = {key: info.default for key, info in sections() if not info.is_required()}
 
 
 def _explain(error: ValidationError) -> Iterator[str]:

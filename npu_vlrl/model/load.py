@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from jinja2 import TemplateSyntaxError
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
-from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from npu_vlrl.config import ConfigError, LoraConfig, ModelConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.kernels.modules import attach
+from npu_vlrl.model.inspect import (
+    SUPPORTED,
+    VISION_MODELS,
+    check_tokens,
+    explained,
+    inspect_folder,
+    no_template,
+    quieten,
+    read_settings,
+)
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.tokens import special_tokens
+from npu_vlrl.model.weight_files import AGAIN, BUILT_IN_ATTENTION, NO_CODE, check_report, read_object
 
-VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
-TEXT_MODELS = ("qwen2", "qwen3")
 POSITION_SCALES = {"qwen3_vl": 1000}
 """Qwen2.5-VL writes pixels; Qwen3-VL was trained on relative positions from 0 to 1000 (its grounding cookbook)."""
 
@@ -49,23 +47,20 @@ class LoadedModel:
     folder: Path
 
 
-def model_folder(path: str, scratch: Path, seed: int) -> Path:
-    """The folder that `model.path` means; `tiny:KIND` is written below `scratch` first, unless it is there already."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()  # every load begins here, and so does writing a tiny model
+def model_folder(path: str, scratch: Path, seed: int, whole: bool = True) -> Path:
+    """The folder that `model.path` means; `tiny:KIND` is written below `scratch` first, unless it is there already.
+
+    Raises ConfigError for a folder that cannot be trained, see `inspect_folder`, and for an unknown KIND.
+    """
+    quieten()
     if path.startswith("tiny:"):
         folder = scratch / f"{path[5:]}-seed{seed}"
         try:
-            return folder if folder.is_dir() else write_tiny_model(path[5:], folder, seed)
+            folder = folder if folder.is_dir() else write_tiny_model(path[5:], folder, seed)
         except ValueError as error:
             raise ConfigError(f"model.path: {error}") from error
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: {folder} is not a Hugging Face model folder (it has no config.json); download a model "
-            "there, or name the folder it is in"
-        )
-    return folder
+        return inspect_folder(folder)
+    return inspect_folder(path, whole)
 
 
 def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.device) -> LoadedModel:
@@ -79,22 +74,19 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
     dtype = DTYPES[config.dtype]
     model = outline(folder, dtype) if device.type == "meta" else load_weights(folder, dtype).to(device)
     attach(model)
-    with _explained(f"model.path: cannot read {folder}"):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        _read_chat_template(tokenizer, folder)
+    tokenizer = load_tokenizer(folder)
     is_vision_model = model.config.model_type in VISION_MODELS
     processor = load_processor(config, folder) if is_vision_model else None
-    if is_vision_model and processor is None:
-        raise ConfigError(
-            f"model.path: {folder} holds a vision-language model but no preprocessor_config.json; add its publisher's"
-        )
     if processor is not None:
         processor = dataclasses.replace(processor, position_scale=POSITION_SCALES.get(model.config.model_type))
     model = arranged(model, config)
     merge = processor.merge_size if processor is not None else 2
-    with _explained("model.path"):
+    ids = tokenizer.get_vocab()
+    check_tokens(folder, model.config, ids)
+    with explained("model.path"):
         special = special_tokens(tokenizer, with_images=is_vision_model, owner=str(folder))
-    return LoadedModel(Policy(model, special, len(tokenizer), merge), tokenizer, processor, folder)
+    n_tokens = max(ids.values()) + 1  # more than there are tokens, where ids are left out
+    return LoadedModel(Policy(model, special, n_tokens, merge), tokenizer, processor, folder)
 
 
 def arranged(model: Any, config: ModelConfig) -> Any:
@@ -110,9 +102,27 @@ def arranged(model: Any, config: ModelConfig) -> Any:
     return model
 
 
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, with its chat template. Raises ConfigError."""
+    with explained(f"model.path: cannot read the tokenizer of {folder}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **NO_CODE)
+    file = folder / "chat_template.json"  # of processors; tokenizers do not read it
+    if tokenizer.chat_template is None and file.is_file():
+        tokenizer.chat_template = read_object(file).get("chat_template")
+    if not tokenizer.chat_template:
+        raise ConfigError(no_template(folder))
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"model.path: the chat template of {folder} cannot be read: {error}; {AGAIN}") from error
+    except Exception:  # the template says so of one bare message; whether it renders an episode, the renderer finds out
+        pass
+    return tokenizer
+
+
 def load_processor(config: ModelConfig, folder: Path) -> ImageProcessor | None:
     """A folder's image processor within the configured limits; None for a folder without one. Raises ConfigError."""
-    with _explained(f"model.path: cannot read {folder}"):
+    with explained(f"model.path: cannot read {folder}"):
         processor = ImageProcessor.from_folder(folder)
     return processor and limited(processor, config)
 
@@ -120,7 +130,7 @@ def load_processor(config: ModelConfig, folder: Path) -> ImageProcessor | None:
 def limited(processor: ImageProcessor, config: ModelConfig) -> ImageProcessor:
     """The processor within the configured limits. Raises ConfigError."""
     limits: dict[str, Any] = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
-    with _explained("model.min_pixels and model.max_pixels, with those of the folder where one is not set"):
+    with explained("model.min_pixels and model.max_pixels, with those of the folder where one is not set"):
         return dataclasses.replace(processor, **{k: v for k, v in limits.items() if v is not None})
 
 
@@ -132,20 +142,19 @@ def replace_weights(policy: Policy, folder: Path) -> None:
 
 def load_weights(folder: Path, dtype: torch.dtype) -> Any:
     """The transformers model of a folder. Raises ConfigError when a weight is missing, left over or misshapen."""
-    _, family = _family(folder)
-    with _explained(f"model.path: cannot load the weights of {folder}"):
-        model, report = family.from_pretrained(
+    settings = read_settings(folder)
+    with explained(f"model.path: cannot load the weights of {folder}"):
+        model, report = SUPPORTED[settings.model_type].from_pretrained(
             folder,
+            config=settings,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below instead
+            attn_implementation=BUILT_IN_ATTENTION,
+            **NO_CODE,
         )
-    wrong = {
-        kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]
-    }
-    if wrong:
-        raise ConfigError(f"model.path: the weights of {folder} do not fit its config.json: {wrong}; download it again")
+    check_report(folder, report)
     return model
 
 
@@ -153,41 +162,11 @@ def outline(folder: Path, dtype: torch.dtype, device: str | torch.device = "meta
     """The transformers model of a folder without its weights, on the device `meta`; with random ones on another. Raises
     ConfigError.
     """
-    settings, family = _family(folder)
-    with torch.device(device):
-        return family.from_config(settings, dtype=dtype)
-
-
-def _family(folder: Path) -> tuple[Any, Any]:
-    """The config of a folder, and the class that makes its model."""
-    with _explained(f"model.path: cannot read {folder / 'config.json'}"):
-        settings = AutoConfig.from_pretrained(folder)
-    if settings.model_type in VISION_MODELS:
-        return settings, AutoModelForImageTextToText
-    if settings.model_type in TEXT_MODELS:
-        return settings, AutoModelForCausalLM
-    raise ConfigError(
-        f"model.path: {folder} is a {settings.model_type}; supported are {', '.join(VISION_MODELS + TEXT_MODELS)}"
-    )
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turns what libraries raise about a folder's files into a ConfigError that begins with `what`."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"{what}: {error}") from error
-
-
-def _read_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Processors of transformers keep the template in chat_template.json; tokenizers do not read that file."""
-    if tokenizer.chat_template is None and (folder / "chat_template.json").is_file():
-        tokenizer.chat_template = json.loads((folder / "chat_template.json").read_text())["chat_template"]
-    if tokenizer.chat_template is None:
-        raise ConfigError(f"model.path: {folder} has no chat template; add its publisher's chat_template.jinja")
+    settings = read_settings(folder)
+    with explained(f"model.path: cannot make a model of {folder}"), torch.device(device):
+        return SUPPORTED[settings.model_type]._from_config(
+            settings, dtype=dtype, attn_implementation=BUILT_IN_ATTENTION
+        )
 
 
 def _add_adapter(model: Any, config: LoraConfig) -> Any:

@@ -135,6 +135,19 @@ def code_from_data(package: Path) -> Iterator[str]:
                     yield f"{path}:{node.value.lineno}: {word}"
 
 
+def code_of_a_folder(package: Path) -> Iterator[str]:
+    """transformers asks on the terminal whether it may run a folder's code, unless it is told that it may not."""
+    for path, _, tree in sources(package):
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="from_pretrained"), keywords=given):
+                    unpacked = [
+                        word.value.id for word in given if word.arg is None and isinstance(word.value, ast.Name)
+                    ]
+                    if "NO_CODE" not in unpacked:
+                        yield f"{path}:{node.lineno}: from_pretrained without **NO_CODE"
+
+
 def is_tensors_only(call: ast.Call) -> bool:
     """`torch.load` that refuses all but tensors and plain containers, and says so where it is called."""
     match call.func:
@@ -151,7 +164,10 @@ def too_long(package: Path) -> Iterator[str]:
             yield f"{path}: {lines} lines"
 
 
-@pytest.mark.parametrize("rule", [wrong_direction, vendor_names, code_from_data, too_long], ids=lambda r: r.__name__)
+RULES: list[Rule] = [wrong_direction, vendor_names, code_from_data, code_of_a_folder, too_long]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
 def test_the_project_keeps_the_rule(rule: Rule) -> None:
     assert len(list(sources(PACKAGE))) > 50  # the rules do look at the project
     assert list(rule(PACKAGE)) == []
@@ -222,6 +238,12 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (code_from_data, "x.py", "eval('1')", "x.py:1: eval()"),
     (code_from_data, "x.py", "load(folder, trust_remote_code=True)", "x.py:1: trust_remote_code"),
     (code_from_data, "x.py", "np.load(file, allow_pickle=True)", "x.py:1: allow_pickle"),
+    (
+        code_of_a_folder,
+        "x.py",
+        "AutoTokenizer.from_pretrained(folder, **other)",
+        "x.py:1: from_pretrained without **NO_CODE",
+    ),
     (too_long, "data/x.py", "\n" * 401, "data/x.py: 401 lines"),
 ]
 
@@ -251,6 +273,7 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     ),
     (code_from_data, "x.py", "import yaml\nmodel.eval()\nyaml.safe_load(text)\nre.compile('a')"),
     (code_from_data, "x.py", "import torch\ntorch.load('a', weights_only=True)"),
+    (code_of_a_folder, "x.py", "AutoTokenizer.from_pretrained(folder, dtype=x, **NO_CODE)"),
     (too_long, "data/x.py", "\n" * 400),
 ]
 

@@ -1,0 +1,274 @@
+"""One look at a model folder before anything is loaded: what it is, and whether its files fit each other.
+
+Every command that takes `model.path` comes through here, so that a folder which cannot be trained is refused by all of
+them, at once and in the same words. Read are JSON files and the headers of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import (
+    AutoConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3VLForConditionalGeneration,
+)
+
+from npu_vlrl.config import ConfigError
+from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.model.identify import not_a_model
+from npu_vlrl.model.tokens import END_OF_TURN, IMAGE
+from npu_vlrl.model.weight_files import AGAIN, NO_CODE, check_head, check_names, read_headers, read_object
+
+VISION_MODELS: dict[str, Any] = {
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
+}
+TEXT_MODELS: dict[str, Any] = {"qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
+SUPPORTED = VISION_MODELS | TEXT_MODELS
+"""transformers' class by `model_type`."""
+
+READ_AS_JSON = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+
+QUANTISED = ("quantization_config", "compression_config", "quantization")
+"""Keys of a config.json: transformers', that of older compressed-tensors, MLX's."""
+QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""What AutoGPTQ, AutoAWQ and ModelOpt write beside it."""
+
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+OF_THE_TOWER = {
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
+"""Settings of the image processor, and what `vision_config` calls them."""
+
+TOKENIZER, VOCABULARY = "tokenizer.json", "vocab.json"
+
+PLACEHOLDERS = {
+    "image_token_id": IMAGE,
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+
+
+def quieten() -> None:
+    """Turns off transformers' progress bars, and its warnings about what is refused here."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def inspect_folder(path: str | Path, whole: bool = True) -> Path:
+    """Checks that `path` is a model folder that can be trained, and returns it.
+
+    With `whole=False` weights and tokenizer may be absent, and only what is there is checked: enough for shapes.
+
+    Raises ConfigError that names the folder, the file, the cause and the remedy.
+    """
+    quieten()
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path: {not_a_model(str(path))}")
+    try:
+        with os.scandir(folder) as files:
+            states = ((file.name, file.stat()) for file in files if file.is_file())
+            stamp = tuple(sorted((name, state.st_size, state.st_mtime_ns) for name, state in states))
+    except OSError as error:
+        raise ConfigError(f"model.path: cannot read {folder}: {error}; give the rights to read it") from error
+    _inspect(folder, whole, stamp)
+    return folder
+
+
+@lru_cache(maxsize=16)
+def _inspect(folder: Path, whole: bool, stamp: tuple[tuple[str, int, int], ...]) -> None:
+    """Once for each state of the folder's files (`stamp`): a run asks several times."""
+    settings = read_settings(folder)
+    if adapters := [name for name in ADAPTERS if (folder / name).exists()]:
+        raise ConfigError(
+            f"model.path: {folder} holds an adapter ({adapters[0]}) beside the weights of a model, and programs differ "
+            "in whether they add it; merge it (`merge_and_unload` of peft), or move its files elsewhere to train "
+            "without it"
+        )
+    tensors = read_headers(folder)
+    if tensors is not None:
+        with explained(f"model.path: cannot make a model of {folder}"):
+            check_names(folder, SUPPORTED[settings.model_type], settings, tensors)
+        if settings.tie_word_embeddings:
+            check_head(folder, tensors)
+    elif whole:
+        raise ConfigError(
+            f"model.path: {folder} has no weights: neither model.safetensors nor model.safetensors.index.json; "
+            "download them from the model's publisher"
+        )
+    if settings.model_type in VISION_MODELS:
+        _check_processor(folder, settings)
+    if whole or any((folder / name).is_file() for name in (TOKENIZER, VOCABULARY)):
+        with explained(f"model.path: cannot read the tokenizer of {folder}"):
+            check_tokens(folder, settings, _tokens(folder))
+        _check_template(folder)
+
+
+def read_settings(folder: Path) -> Any:
+    """transformers' configuration of a folder. Raises ConfigError for a model that is not supported, or quantised, or
+    brings code of its own.
+    """
+    objects = {name: read_object(folder / name) for name in READ_AS_JSON if (folder / name).is_file()}
+    config = objects["config.json"]
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"model.path: {folder / 'config.json'} has no `model_type`; {AGAIN}")
+    if kind not in SUPPORTED:
+        raise ConfigError(
+            f"model.path: {folder} is of the model type {kind}; supported are {', '.join(SUPPORTED)}, which are "
+            "Qwen2.5-VL, Qwen3-VL and the text models Qwen2, Qwen2.5 and Qwen3"
+        )
+    _refuse_code(folder, objects)
+    _refuse_quantised(folder, config)
+    with explained(f"model.path: cannot read {folder / 'config.json'}"):
+        settings = AutoConfig.from_pretrained(folder, **NO_CODE)
+    if "sliding_attention" in (getattr(settings.get_text_config(), "layer_types", None) or ()):
+        raise ConfigError(
+            f"model.path: {folder / 'config.json'} sets `use_sliding_window`, which is not supported; write false if "
+            "texts stay shorter than `sliding_window`, where it changes nothing"
+        )
+    return settings
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turns whatever libraries raise about a folder's files into a ConfigError that begins with `what`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # a file of others can hold anything, and so any error comes back
+        raise ConfigError(f"{what}: {error or type(error).__name__}") from error
+
+
+def _refuse_code(folder: Path, objects: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, content in objects.items():
+        if content.get("auto_map"):
+            raise ConfigError(
+                f"model.path: {folder / name} asks for code of the folder (`auto_map`), which is never run; if the "
+                "model is a plain one that needs none, remove `auto_map` from that file"
+            )
+
+
+def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
+    asked = [(f"config.json has `{key}`", value) for key, value in _quantisations(config)]
+    asked += [(f"it has {name}", read_object(folder / name)) for name in QUANTISED_FILES if (folder / name).is_file()]
+    if asked:
+        where, settings = asked[0]
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        raise ConfigError(
+            f"model.path: {folder} is quantised{f' ({method})' if method else ''}: {where}; quantised weights cannot "
+            "be trained, so give the folder of the model that it was made from"
+        )
+
+
+def _quantisations(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings of a quantisation by dotted key, at any depth: some stand in `text_config`."""
+    for key, value in config.items():
+        if key in QUANTISED and value is not None:
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict):
+            yield from _quantisations(value, f"{prefix}{key}.")
+
+
+def _check_processor(folder: Path, settings: Any) -> None:
+    with explained(f"model.path: cannot read {folder}"):
+        processor = ImageProcessor.from_folder(folder)
+    if processor is None:
+        raise ConfigError(
+            f"model.path: {folder} holds a vision-language model but no preprocessor_config.json; add its publisher's"
+        )
+    tower, text = settings.vision_config, settings.get_text_config()
+    for ours, theirs in OF_THE_TOWER.items():
+        found, wanted = getattr(processor, ours), getattr(tower, theirs)
+        if found != wanted:
+            raise ConfigError(
+                f"model.path: {folder}: the image processor cuts pictures by `{ours}` {found}, and config.json has "
+                f"`vision_config.{theirs}` {wanted}; the preprocessor_config.json is of another model, so take that of "
+                "the model's publisher"
+            )
+    if tower.out_hidden_size != text.hidden_size:
+        raise ConfigError(
+            f"model.path: {folder / 'config.json'}: `vision_config.out_hidden_size` {tower.out_hidden_size} is not the "
+            f"language model's `hidden_size` {text.hidden_size}; {AGAIN}"
+        )
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """The id of each token as the folder's files say. Reading them takes a fraction of making a tokenizer of them.
+
+    Raises ConfigError for a folder without a tokenizer, or with a damaged one.
+    """
+    if (folder / TOKENIZER).is_file():
+        tokenizer = read_object(folder / TOKENIZER)
+        base, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+        ids = dict(base["vocab"]) if isinstance(base, dict) and isinstance(base.get("vocab"), dict) else {}
+        listed = {token["content"]: token["id"] for token in added if isinstance(token, dict)} if added else {}
+    elif (folder / VOCABULARY).is_file():
+        ids = read_object(folder / VOCABULARY)
+        file = folder / "tokenizer_config.json"
+        by_id = read_object(file).get("added_tokens_decoder", {}) if file.is_file() else {}
+        listed = {token["content"]: int(number) for number, token in by_id.items()}
+    else:
+        raise ConfigError(f"model.path: {folder} has no {TOKENIZER}; download it from the model's publisher")
+    return ids | listed
+
+
+def _check_template(folder: Path) -> None:
+    named_in = ("tokenizer_config.json", "chat_template.json")
+    files = [folder / name for name in named_in if (folder / name).is_file()]
+    if not (folder / "chat_template.jinja").is_file() and not any(read_object(f).get("chat_template") for f in files):
+        raise ConfigError(no_template(folder))
+
+
+def no_template(folder: Path) -> str:
+    return (
+        f"model.path: {folder} has no chat template; a base model has none, so give the folder of its Instruct model, "
+        "or add the publisher's chat_template.jinja"
+    )
+
+
+def check_tokens(folder: Path, settings: Any, ids: Mapping[str, int]) -> None:
+    """Raises ConfigError for a vocabulary that the embedding has no rows for, without Qwen's control tokens, or with
+    placeholders under other ids than config.json names.
+    """
+    with_images = settings.model_type in VISION_MODELS
+    if missing := [name for name in (END_OF_TURN, *([IMAGE] if with_images else [])) if name not in ids]:
+        raise ConfigError(f"model.path: {folder}: the tokenizer has no token {missing[0]}; use one of a Qwen model")
+    rows = settings.get_text_config().vocab_size
+    if max(ids.values()) >= rows:
+        raise ConfigError(
+            f"model.path: {folder}: the tokenizer has ids up to {max(ids.values())}, and the model's embedding {rows} "
+            "rows (`vocab_size`); take the tokenizer that the model was trained with, or resize its embedding"
+        )
+    for key, token in PLACEHOLDERS.items() if with_images else ():
+        if ids.get(token, getattr(settings, key)) != getattr(settings, key):
+            raise ConfigError(
+                f"model.path: {folder}: {token} is {ids[token]} in the tokenizer, and `{key}` {getattr(settings, key)} "
+                "in config.json; take both from the same model"
+            )
