@@ -12,6 +12,7 @@ from npu_vlrl.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.export.run import export_end
+from npu_vlrl.inputs import Inputs
 from npu_vlrl.learner.checkpoint import CheckpointError, latest, steps_done
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.report.console import ConsoleReport
@@ -35,10 +36,14 @@ class Run:
         self.config = config
         check_installed(config.run.sinks)
         self.folder = RunFolder(config, cleanup)
+        self.inputs = Inputs(config, self.folder.path, draws)
+        if self.folder.resumed:
+            self.inputs.check()
         self.parts: Parts = build(config, self.folder.path, cleanup, draws)
         self.console = ConsoleReport(config.train.steps, config.run.log_every)
         self.sinks = cleanup.enter_context(Sinks(config.run.sinks, self._opening, self.console.line))
         self.folder.begin()
+        self.inputs.record()
         cleanup.enter_context(self.console)
         platform = self.parts.platform
         self.console.line(f"{platform.name}: {platform.describe()}; run folder {self.folder.path}")
@@ -47,6 +52,8 @@ class Run:
             for peer in world.peers[1:]:
                 own = [duty for duty, ranks in duties.items() if peer.rank in ranks]
                 self.console.line(f"{' and '.join(own)} in {peer}")
+        for message in self.inputs.messages:
+            self.console.trouble(message)
         for message in self.parts.eval_skipped:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
