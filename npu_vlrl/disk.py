@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -63,3 +64,9 @@ def let_read(file: Path) -> None:
     mask = os.umask(0o077)
     os.umask(mask)
     file.chmod(0o666 & ~mask)
+
+
+def sha256(file: Path) -> str:
+    """In hexadecimal, of all that is in a file."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -10,7 +10,6 @@ Not seen are files that a user's function opens by itself, and pictures that row
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_vlrl.config import Config, ConfigError
-from npu_vlrl.disk import write_text
+from npu_vlrl.disk import sha256, write_text
 from npu_vlrl.learner.checkpoint import steps_done
 from npu_vlrl.model.load import model_folder
 from npu_vlrl.workflow.workers import is_spec
@@ -75,9 +74,15 @@ class Inputs:
         self._began, self._accepted = before["recorded"], before["accepted"]
         self._found = self._now()
         for section, now in self._found.items():
-            was = before["sha256"].get(section)
-            if was is not None and (changes := differences(was, now)):
-                self._judge(section, changes, {name: [was.get(name), now.get(name)] for name in changes})
+            self._compare(section, before["sha256"].get(section), now)
+
+    def check_model(self) -> None:
+        """Compares the model alone. Raises ConfigError when it is not the one that the run began with."""
+        before = self._read()
+        if before is not None:
+            self._began = before["recorded"]
+            model = model_folder(self._config.model.path, self._folder / "model", self._config.train.seed)
+            self._compare(MODEL, before["sha256"].get(MODEL), digests(model_files(model)))
 
     def record(self) -> None:
         """Writes the fingerprints of all inputs that are there; those of a warm start follow when it is done."""
@@ -89,23 +94,27 @@ class Inputs:
         assert before is not None, "the run has begun"
         self._write(before["sha256"] | {WARM_START: digests(model_files(self._folder / WARM_START))})
 
-    def _judge(self, section: str, changes: Mapping[str, str], sums: Mapping[str, Any]) -> None:
-        """`changes` are what happened to files; `sums` are their fingerprints, then and now."""
+    def _compare(self, section: str, was: Digests | None, now: Digests) -> None:
+        """Raises ConfigError for differences, but for those in code that the configuration accepts."""
+        changes = {} if was is None else differences(was, now)
+        if was is None or not changes:
+            return
         told = ", ".join(f"{name} {change}" for name, change in changes.items())
-        began = f"{told} since the run in {self._folder} began ({self._began})"
+        since = f"{told} since the run in {self._folder} began ({self._began})"
         if section != CODE:
             raise ConfigError(
-                f"{section}: {began}, and it would go on with something else; put the files back, or begin another run "
-                "with another run.dir"
+                f"{section}: {since}; put that back, or begin another run with another run.dir, which may take up this "
+                "one's weights by model.path=RUN/export"
             )
         if self._config.run.if_changed == "raise":
             raise ConfigError(
-                f"run.if_changed: {began}, and rewards or worlds may be others now; put the files back, or set "
-                "run.if_changed=accept to go on with them as they are"
+                f"run.if_changed: {since}, so rewards or worlds may be others; put that back, or go on with what is "
+                "there now by run.if_changed=accept"
             )
+        sums = {name: [was.get(name), now.get(name)] for name in changes}
         steps = steps_done(self._folder / "checkpoints")
-        self._accepted.append({"recorded": _time(), "steps_done": steps, "sha256": dict(sums)})
-        self.messages.append(f"{began}; going on with them, as run.if_changed=accept asks, and noting it in {FILE}")
+        self._accepted.append({"recorded": _time(), "steps_done": steps, "sha256": sums})
+        self.messages.append(f"{since}; going on with that, as run.if_changed=accept asks, and recording it in {FILE}")
 
     def _now(self) -> dict[str, Digests]:
         return {section: digests(files) for section, files in self._sections().items()}
@@ -149,11 +158,6 @@ def digests(files: Files) -> Digests:
     there = {name: file for name, file in files.items() if file.is_file()}
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(there, threads.map(sha256, there.values()), strict=True))
-
-
-def sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def differences(before: Digests, now: Digests) -> dict[str, str]:
