@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from npu_vlrl import __version__
 from npu_vlrl.commands import completion, data, doctor, estimate, evaluate, export, init, play, plot, train, view
@@ -49,7 +50,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"npu-vlrl: {printable(str(error))}", file=sys.stderr)
         return BAD_INPUT
     except Interrupted as end:
-        print(f"npu-vlrl: {end}", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be what asked for it by closing
+            print(f"npu-vlrl: {end}", file=sys.stderr)
         return INTERRUPTED
     except (OSError, SafetensorError) as error:
         if not is_full(error):

@@ -61,7 +61,8 @@ def _end(number: int, frame: object) -> NoReturn:
 
 def _engine(config: Config) -> None:
     platform = prepare(config)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the learner still needs this one
+    for number in (signal.SIGINT, signal.SIGHUP):  # both reach every process; the learner still needs this one
+        signal.signal(number, signal.SIG_IGN)
     world = join(platform, config.sync.timeout_s, device=device_number(config), learners=learners(config))
     ranks = learning_ranks(world)
 
