@@ -48,10 +48,12 @@ class Inputs:
     Example: `inputs.check()` before anything is loaded, `inputs.record()` when the run folder is there.
     """
 
-    def __init__(self, config: Config, folder: Path, draws: bool = True) -> None:
-        """`folder` is the run's. `draws`: tasks of `data.train` will be drawn."""
-        self._config, self._folder, self._draws = config, folder, draws
-        self._file = folder / FILE
+    def __init__(self, config: Config, absolute: Config, draws: bool = True) -> None:
+        """`absolute` is the same configuration, `rooted`. `draws`: tasks of `data.train` will be drawn."""
+        self._config, self._draws = absolute, draws
+        self._code = {name: file.absolute() for name, file in code_files(config).items()}
+        self._folder = Path(absolute.run.dir)
+        self._file = self._folder / FILE
         self._accepted: list[dict[str, Any]] = []
         self._began = ""
         self._found: dict[str, Digests] | None = None
@@ -122,7 +124,7 @@ class Inputs:
     def _sections(self) -> dict[str, Files]:
         config, folder = self._config, self._folder
         model = model_folder(config.model.path, folder / "model", config.train.seed)
-        found = {MODEL: model_files(model), CODE: code_files(config)}
+        found = {MODEL: model_files(model), CODE: self._code}
         if (folder / WARM_START / "config.json").is_file():
             found[WARM_START] = model_files(folder / WARM_START)
         sources = {"data.train": config.data.train, "data.eval": config.data.eval}
@@ -247,7 +249,7 @@ def _add_module(module: str, found: Files) -> list[Path]:
     spec = PathFinder.find_spec(name, [os.getcwd(), *sys.path])  # the working directory is a worker's first place
     if spec is None:
         return []
-    files = {}
+    files: Files = {}
     for place in spec.submodule_search_locations or []:
         files |= {f"{name}/{file.relative_to(place).as_posix()}": file for file in sorted(Path(place).rglob("*.py"))}
     if not files and spec.origin is not None:

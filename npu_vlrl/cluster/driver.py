@@ -203,9 +203,7 @@ class Processes:
                 signal.signal(number, handler)
 
     def _follow_signals(self) -> None:
-        """The first Ctrl-C, or a terminal that closes, is for the learner, which ends the others; the second Ctrl-C ends
-        all at once.
-        """
+        """The first Ctrl-C or SIGHUP is for the learner, which ends the others; a second Ctrl-C ends all at once."""
         if not self._signals:
             return
         if not self.told_to_end:

@@ -142,8 +142,7 @@ class Stored(Mapping[str, Tensor]):
         self._totals: dict[str, int] = {}
         """Rows of each tensor that is in pieces."""
         for file in sorted(path.glob(f"{name}.*.safetensors")) or [path / f"{name}.safetensors"]:
-            opened = _read(file, lambda file: safe_open(file, "pt"))
-            rows = _read(file, lambda _, opened=opened: json.loads((opened.metadata() or {}).get(ROWS, "{}")))
+            opened, rows = _read(file, _opened)
             for key in opened.keys():  # noqa: SIM118  # it is no mapping
                 first = 0
                 if key in rows:
@@ -182,10 +181,14 @@ class Stored(Mapping[str, Tensor]):
             if start < stop:
                 found.append(piece[start:stop])
         if sum(map(len, found)) != len(rows):
-            raise CheckpointError(
-                f"checkpoint {self._path} has no file with some rows of {key}; {remedy(self._path)}"
-            )
+            raise CheckpointError(f"checkpoint {self._path} has no file with some rows of {key}; {remedy(self._path)}")
         return torch.cat(found) if found else torch.empty(0, *self.shape(key)[1:])
+
+
+def _opened(file: Path) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """A file of tensors, and the rows of those that are in pieces."""
+    opened = safe_open(file, "pt")
+    return opened, dict(json.loads((opened.metadata() or {}).get(ROWS, "{}")))
 
 
 def load(path: Path, ranks: Ranks | None = None) -> Checkpoint[Stored]:

@@ -21,6 +21,7 @@ from npu_vlrl.config import Config, ConfigError, dump_config, load_config
 from npu_vlrl.disk import write_text, write_whole, writing
 from npu_vlrl.report.lines import read_lines
 from npu_vlrl.report.token_values import TokenValues
+from npu_vlrl.sync.disk import FOLDER as WEIGHTS
 from npu_vlrl.types import Image, Segment, Trajectory
 from npu_vlrl.workflow.environments.formats import Format, make_format
 
@@ -48,7 +49,7 @@ ends it. Data are known by what is in them."""
 LOCK = "lock"
 """Held by the process that writes in the folder; its number and machine are in it."""
 
-BEFORE = {"model", "sinks.json", "tensorboard", "wandb", "swanlab", LOCK}
+BEFORE = {"model", WEIGHTS, "sinks.json", "tensorboard", "wandb", "swanlab", LOCK}
 """What may be in a folder before it is a run's: its model is made, and its sinks begin, before all else is ready."""
 
 
@@ -61,9 +62,11 @@ class RunFolder:
 
     def __init__(self, config: Config, cleanup: ExitStack | None = None) -> None:
         """No other process may have the folder until `cleanup`."""
-        self.path = Path(config.run.dir)
+        self.path = Path(config.run.dir).absolute()
         self._config = config
         self._cleanup = cleanup
+        self.before: Config | None = None
+        """The configuration of a run that is resumed, as it was."""
         self.resumed = (self.path / "config.yaml").is_file()
         if self.resumed:
             self._check_resumable(config)
@@ -162,7 +165,8 @@ class RunFolder:
             raise ConfigError(
                 f"run.dir: {self.path} holds a run; continue it with run.if_exists=resume or choose another run.dir"
             )
-        before, now = (c.model_dump(exclude=FREE) for c in (load_config(self.path / "config.yaml"), config))
+        self.before = load_config(self.path / "config.yaml")
+        before, now = (c.model_dump(exclude=FREE) for c in (self.before, config))
         changed = [f"{s}.{k}" for s in now for k in (now[s] or {}) if now[s][k] != (before[s] or {}).get(k)]
         if changed:
             raise ConfigError(

@@ -162,7 +162,11 @@ DAMAGE: dict[str, tuple[str, Any, str]] = {
     "empty": ("optimizer", instead(f"exp_avg.{NORM}", lambda t: t[:0]), rf"exp_avg\.{NORM} is F32 \[0\], not F32 \[32"),
     "one number": ("optimizer", instead(f"exp_avg.{NORM}", lambda t: t[:1].clone()), r"is F32 \[1\], not F32 \[32\]"),
     "a row": ("optimizer", instead("exp_avg", lambda t: t[None].clone()), r"is F32 \[1, .*\], not F32 "),
-    "many counts": ("optimizer", instead("step.", lambda t: torch.full((32,), 2.0)), r"step\..* is F32 \[32\], not F32 \[\]"),
+    "many counts": (
+        "optimizer",
+        instead("step.", lambda t: torch.full((32,), 2.0)),
+        r"step\..* is F32 \[32\], not F32 \[\]",
+    ),
     "integers": ("optimizer", instead("exp_avg_sq", lambda t: t.long()), r"exp_avg_sq\..* is I64 \["),
     "half floats": ("weights", lambda n, t: t.half(), r"holds .* as F16, not F32 or BF16"),
     "no random state": ("rng", drop("torch"), r"rng\.safetensors: torch is no random state"),
