@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
-    from npu_vlrl.disk import is_full
+    from npu_vlrl.disk import is_full, refusal
     from npu_vlrl.hardware import HardwareError
     from npu_vlrl.interrupt import Interrupted
     from npu_vlrl.learner.checkpoint import CheckpointError
@@ -54,6 +54,9 @@ def _run(options: argparse.Namespace) -> int:
             print(f"npu-vlrl: {end}", file=sys.stderr)
         return INTERRUPTED
     except (OSError, SafetensorError) as error:
+        if problem := refusal(error):
+            print(f"npu-vlrl: {printable(problem)}", file=sys.stderr)
+            return BAD_INPUT
         if not is_full(error):
             raise
         failure = f"{error}: free some space, and go on with run.if_exists=resume if it was a training"

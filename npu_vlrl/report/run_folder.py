@@ -18,7 +18,7 @@ from PIL import Image as PillowImage
 
 from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config
-from npu_vlrl.disk import write_text, write_whole, writing
+from npu_vlrl.disk import unwritable, write_text, write_whole, writing
 from npu_vlrl.report.lines import read_lines
 from npu_vlrl.report.token_values import TokenValues
 from npu_vlrl.sync.disk import FOLDER as WEIGHTS
@@ -46,6 +46,8 @@ FREE: Any = {
 ends it. Data are known by what is in them."""
 
 
+LINES = ("metrics.jsonl", "trajectories.jsonl")
+
 LOCK = "lock"
 """Held by the process that writes in the folder; its number and machine are in it."""
 
@@ -67,15 +69,15 @@ class RunFolder:
         self._cleanup = cleanup
         self.before: Config | None = None
         """The configuration of a run that is resumed, as it was."""
+        if not os.path.isfile(self.path) and (problem := unwritable(self.path)):
+            raise ConfigError(f"run.dir: {self.path} cannot be used, since {problem}; choose another")
         self.resumed = (self.path / "config.yaml").is_file()
         if self.resumed:
+            self._check_writable()
             self._check_resumable(config)
             self._lock()
         elif self.path.exists() and (not self.path.is_dir() or any(p.name not in BEFORE for p in self.path.iterdir())):
             raise ConfigError(f"run.dir: {self.path} exists and is not a run folder; choose another with run.dir=…")
-        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise ConfigError(f"run.dir: {self.path} cannot be made, since {there} is not writable; choose another")
 
     def begin(self) -> None:
         """Makes the folder a run's. Called once all else is ready: what was refused leaves no run behind."""
@@ -96,7 +98,7 @@ class RunFolder:
         """
         for _ in read_lines(self.path / "metrics.jsonl"):
             pass  # the export reads them at the end of the run, and would refuse them there
-        for name in ("metrics.jsonl", "trajectories.jsonl"):
+        for name in LINES:
             file = self.path / name
             if file.is_file():
                 with file.open("r+b") as lines:
@@ -159,6 +161,19 @@ class RunFolder:
         with writing(path):
             file.truncate(0)
             file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
+
+    def _check_writable(self) -> None:
+        """Before steps are done that cannot be written down."""
+        for name in ("checkpoints", "images", *LINES, LOCK):
+            path, is_file = self.path / name, name in (*LINES, LOCK)
+            if not path.exists() and not path.is_symlink():
+                continue
+            if not (path.is_file() if is_file else path.is_dir()):
+                raise ConfigError(
+                    f"run.dir: {path} is no {'file' if is_file else 'folder'}; move it away, or choose another run.dir"
+                )
+            if not os.access(path, os.W_OK):
+                raise ConfigError(f"run.dir: {path} is not writable; change its rights, or choose another run.dir")
 
     def _check_resumable(self, config: Config) -> None:
         if config.run.if_exists == "raise":
