@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from npu_vlrl import __version__
 from npu_vlrl.commands import completion, data, doctor, estimate, evaluate, export, init, play, plot, train, view
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
-    from npu_vlrl.disk import is_full
+    from npu_vlrl.disk import is_full, refusal
     from npu_vlrl.hardware import HardwareError
     from npu_vlrl.interrupt import Interrupted
     from npu_vlrl.learner.checkpoint import CheckpointError
@@ -49,9 +50,13 @@ def _run(options: argparse.Namespace) -> int:
         print(f"npu-vlrl: {printable(str(error))}", file=sys.stderr)
         return BAD_INPUT
     except Interrupted as end:
-        print(f"npu-vlrl: {end}", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be what asked for it by closing
+            print(f"npu-vlrl: {end}", file=sys.stderr)
         return INTERRUPTED
     except (OSError, SafetensorError) as error:
+        if problem := refusal(error):
+            print(f"npu-vlrl: {printable(problem)}", file=sys.stderr)
+            return BAD_INPUT
         if not is_full(error):
             raise
         failure = f"{error}: free some space, and go on with run.if_exists=resume if it was a training"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -14,12 +15,39 @@ from safetensors import SafetensorError
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """The disk, or what a user may have of it."""
 
+REFUSED = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTEMPTY),
+)
+"""What the system says of a path that cannot be used as it is."""
+
 _NUMBER = re.compile(r"\(os error (\d+)\)")
 """How safetensors says what the system said."""
 
 
 def is_full(error: OSError | SafetensorError) -> bool:
     return _number(error) in FULL
+
+
+def refusal(error: OSError | SafetensorError) -> str | None:
+    """What to tell whoever gave a path that cannot be used; None for other errors, and where nobody knows the path."""
+    if not isinstance(error, OSError) or error.errno not in REFUSED or error.filename is None:
+        return None
+    names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    return f"{names}: {error.strerror}; correct the path or the rights to it, or choose another place"
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why nothing can be written in a folder, which may be there or not; None where it can."""
+    try:
+        for there in (folder.absolute(), *folder.absolute().parents):
+            if there.exists():
+                break
+            if there.is_symlink():
+                return f"{there} is a link to nothing"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
 
 
 def _number(error: OSError | SafetensorError) -> int | None:
@@ -32,12 +60,14 @@ def _number(error: OSError | SafetensorError) -> int | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises an OSError that names `path` when the disk is full; what else goes wrong stays as it is."""
+    """Raises an OSError that names `path` when the disk is full, or safetensors may not write there; what else is wrong
+    stays as it is.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
         number = _number(error)
-        if number not in FULL:
+        if number is None or number not in (FULL if isinstance(error, OSError) else (*FULL, *REFUSED)):
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
 
@@ -63,3 +93,9 @@ def let_read(file: Path) -> None:
     mask = os.umask(0o077)
     os.umask(mask)
     file.chmod(0o666 & ~mask)
+
+
+def sha256(file: Path) -> str:
+    """In hexadecimal, of all that is in a file."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

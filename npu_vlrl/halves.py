@@ -59,6 +59,7 @@ def train_only(config: Config, recorded: Path) -> None:
 
     Raises ConfigError when there is nothing to learn from, and what `Recorded` raises.
     """
+    recorded = recorded.absolute()
     if started_processes() > 1:
         raise ConfigError("--debug-train-only learns in one process; start it without torchrun")
     alone: dict[str, Any] = {

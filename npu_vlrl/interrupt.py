@@ -1,5 +1,7 @@
-"""Ctrl-C in a training: the first one ends it after the step in hand, a second one at once. SIGTERM, by which a
-cluster's scheduler ends a job, is the same in a training of one process; torchrun sends it for reasons of its own.
+"""Ctrl-C in a training: the first one ends it after the step in hand, a second one at once. SIGHUP, by which a terminal
+or a connection that closes ends its programs, is the same, but for programs that ignore it from the start, as under
+nohup. So is SIGTERM, by which a cluster's scheduler ends a job, in a training of one process; torchrun sends it for
+reasons of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from npu_vlrl.sync.world import started_processes
@@ -17,11 +19,16 @@ from npu_vlrl.sync.world import started_processes
 SAME_S = 1.0
 """A launcher passes Ctrl-C on to processes that have it from the terminal already: what follows so soon is the same."""
 
-NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+
+
+def hangup() -> tuple[signal.Signals, ...]:
+    """SIGHUP, unless this process ignores it and shall live on."""
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 
 
 class Interrupted(RuntimeError):
-    """The user or a scheduler ended the training where it can go on; the message says how."""
+    """The user, a terminal or a scheduler ended the training where it can go on; the message says how."""
 
 
 class CtrlC:
@@ -49,7 +56,7 @@ class CtrlC:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        taken = (signal.SIGINT, signal.SIGTERM) if started_processes() == 1 else (signal.SIGINT,)
+        taken = (signal.SIGINT, *hangup(), *((signal.SIGTERM,) if started_processes() == 1 else ()))
         before = {number: signal.signal(number, self._pressed) for number in taken}
         try:
             yield
@@ -61,8 +68,9 @@ class CtrlC:
         now = time.monotonic()
         if self._first is None:
             self._first, self._by = now, NAMES[number]
-            # not print: the signal may come in the middle of one
-            os.write(2, f"\nnpu-vlrl: ending after the step in hand; {self._by} again ends at once\n".encode())
-        elif now - self._first > SAME_S:
+            again = "Ctrl-C" if number == signal.SIGHUP else f"{self._by} again"
+            with suppress(OSError):  # the terminal may be gone. Not print: the signal may come in the middle of one
+                os.write(2, f"\nnpu-vlrl: ending after the step in hand; {again} ends at once\n".encode())
+        elif number != signal.SIGHUP and now - self._first > SAME_S:  # a closing terminal may say it several times
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,7 @@ from npu_vlrl.rollout.local import LocalEngine
 from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer, weights_from_disk
 from npu_vlrl.rollout.vllm import VllmEngine, import_vllm
+from npu_vlrl.sync import disk
 from npu_vlrl.sync.world import PeerError, World, join, leave, own_device, started_processes
 from npu_vlrl.types import DataError
 
@@ -61,7 +63,8 @@ def _end(number: int, frame: object) -> NoReturn:
 
 def _engine(config: Config) -> None:
     platform = prepare(config)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the learner still needs this one
+    for number in (signal.SIGINT, signal.SIGHUP):  # both reach every process; the learner still needs this one
+        signal.signal(number, signal.SIG_IGN)
     world = join(platform, config.sync.timeout_s, device=device_number(config), learners=learners(config))
     ranks = learning_ranks(world)
 
@@ -186,7 +189,9 @@ def new_engine(
     if world is not None and world.all_learn:
         return remote.LearnersEngine(world, engine_of_learner(config, platform, world, loaded, vision, cleanup))
     if world is not None:
-        folder = run_dir / "weights" if config.sync.through == "disk" else None
+        folder = run_dir / disk.FOLDER if config.sync.through == "disk" else None
+        if folder is not None:
+            cleanup.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody needs them after the run
         remote_engine = FreeEngine if config.train.staleness else remote.RemoteEngine
         return remote_engine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20, folder)
     if config.rollout.engine == "vllm":

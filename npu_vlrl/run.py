@@ -13,8 +13,12 @@ from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.export.run import export_end
 from npu_vlrl.guard import EngineGuard
-from npu_vlrl.learner.checkpoint import CheckpointError, latest, steps_done
+from npu_vlrl.inputs import Inputs
+from npu_vlrl.learner.checkpoint import CheckpointError, has_checksums, latest, steps_done
 from npu_vlrl.learner.group import LearnerGroup
+from npu_vlrl.learner.schedule import learning_rate
+from npu_vlrl.learner.state import needed
+from npu_vlrl.paths import rooted
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.evaluated import means_by_source
 from npu_vlrl.report.metrics import rollout_metrics, throughput
@@ -38,19 +42,26 @@ class Run:
         self.config = config
         check_installed(config.run.sinks)
         self.folder = RunFolder(config, cleanup)
-        self.parts: Parts = build(config, self.folder.path, cleanup, draws)
+        absolute = rooted(config)  # before a game may change the working directory
+        self.inputs = Inputs(config, absolute, draws)
+        if self.folder.resumed:
+            self.inputs.check()
+        self.parts: Parts = build(absolute, self.folder.path, cleanup, draws)
         self.folder.thought_opened = self.parts.workflow.renderer.opens_thought
         self.console = ConsoleReport(config.train.steps, config.run.log_every)
         self.sinks = cleanup.enter_context(Sinks(config.run.sinks, self._opening, self.console.line))
         self.folder.begin()
+        self.inputs.record()
         cleanup.enter_context(self.console)
         platform = self.parts.platform
-        self.console.line(f"{platform.name}: {platform.describe()}; run folder {self.folder.path}")
+        self.console.line(f"{platform.name}: {platform.describe()}; run folder {config.run.dir}")
         if (world := self.parts.world) is not None:
             duties = {"learning": world.learners, "sampling": world.engines}
             for peer in world.peers[1:]:
                 own = [duty for duty, ranks in duties.items() if peer.rank in ranks]
                 self.console.line(f"{' and '.join(own)} in {peer}")
+        for message in self.inputs.messages:
+            self.console.trouble(message)
         for message in self.parts.eval_skipped:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
@@ -63,6 +74,8 @@ class Run:
         self._began = time.monotonic()
         self._seconds_before = 0.0
         """Of the processes before this one, until their checkpoint."""
+        self._counted_before: dict[str, float] = {}
+        """By them, less what the warm start of this one counted."""
 
     def _opening(self, sink: str) -> Opening:
         folder = self.folder
@@ -78,7 +91,7 @@ class Run:
 
         Raises ConfigError when it has done more than `train.steps`, and CheckpointError when it does not fit.
         """
-        step = 0
+        step, counted = 0, {}
         newest = latest(self.folder.checkpoints)
         if newest is not None:
             step, state = learner.load(newest, self.parts.platform)
@@ -88,13 +101,19 @@ class Run:
                     "ask for at least as many, or start a new run with another run.dir"
                 )
             try:
-                self.parts.train_tasks.load_state_dict(state["tasks"])
-            except ValueError as error:
+                self.parts.train_tasks.load_state_dict(needed(newest, state, "tasks", dict))
+            except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"checkpoint {newest}: {error}") from error
-            self.evaluations = state["evaluations"]
-            self._seconds_before = state.get("seconds", 0.0)  # older ones have none
+            self.evaluations = needed(newest, state, "evaluations", dict)
+            # earlier releases wrote neither
+            self._seconds_before, counted = state.get("seconds", 0.0), state.get("counters", {})
             self._told_records, self._told_updates = len(self.parts.train_tasks.skipped), len(learner.skipped)
             self.console.line(f"resumed from {newest} after {step} steps")
+            if not has_checksums(newest):
+                self.console.trouble(f"{newest} is of an earlier release and has no checksums: damage may go unnoticed")
+            if (before := self.folder.before) is not None:
+                self._tell_schedule(before, learner.updates)
+        self._counted_before = {name: counted.get(name, 0) - n for name, n in self._counters(learner).items()}
         self.folder.rewind(step)
         return step
 
@@ -102,6 +121,18 @@ class Run:
         """What compares the engines with the learner after each update of the weights."""
         parts, room = self.parts, self.config.workflow.context_tokens
         return EngineGuard(parts.engine, learner, Probe(parts.loaded, parts.workflow.renderer, room))
+
+    def _tell_schedule(self, before: Config, updates: int) -> None:
+        """Says by how much the learning rate jumps where `train.steps` is another one than before."""
+        optim, in_step = self.config.optim, self.config.algorithm.updates * self.config.algorithm.epochs
+        steps = before.train.steps, self.config.train.steps
+        was, now = (learning_rate(optim, updates, total * in_step, in_step) for total in steps)
+        if was != now:
+            self.console.trouble(
+                f"train.steps was {steps[0]} and is {steps[1]}: the {optim.schedule} schedule ends there now, so the "
+                f"learning rate goes on with {now:.3g} where it would have been {was:.3g}; for the old curve resume "
+                f"with train.steps={steps[0]}"
+            )
 
     def rollouts(self, step: int) -> InTurn | Stream:
         """Where the steps from `step` on get their groups."""
@@ -191,20 +222,13 @@ class Run:
     ) -> None:
         """Shows and records a finished step."""
         run, trajectories = self.config.run, rollout.trajectories
-        counts, vision = self.parts.engine.counts, self.parts.vision
         metrics = rollout_metrics(trajectories, samples, self.config.workflow) | metrics
         metrics |= throughput(trajectories, metrics["seconds"])
         metrics |= {
             "failed_groups": len(rollout.failed),
             "replaced_groups": rollout.replaced,
             "skipped_records": len(self.parts.train_tasks.skipped),
-            "engine/tokens_requested": counts.tokens_requested,
-            "engine/tokens_prefilled": counts.tokens_prefilled,
-            "engine/tokens_decoded": counts.tokens_decoded,
-            "learner/tokens_referenced": learner.tokens_referenced,
-            "learner/tokens_computed": learner.tokens_computed,
-            "images_referenced": vision.referenced + counts.images_referenced,
-            "images_encoded": vision.encoded + counts.images_encoded,
+            **self._counters(learner),
             "peak_memory_gib": self.parts.platform.peak_memory_bytes() / 2**30,
         }
         self.folder.metrics(step, metrics)
@@ -234,6 +258,20 @@ class Run:
                 "that gives nothing below 0"
             )
 
+    def _counters(self, learner: LearnerGroup) -> dict[str, float]:
+        """What was counted since the end of the warm start, the processes before this one included."""
+        counts, vision = self.parts.engine.counts, self.parts.vision
+        own = {
+            "engine/tokens_requested": counts.tokens_requested,
+            "engine/tokens_prefilled": counts.tokens_prefilled,
+            "engine/tokens_decoded": counts.tokens_decoded,
+            "learner/tokens_referenced": learner.tokens_referenced,
+            "learner/tokens_computed": learner.tokens_computed,
+            "images_referenced": vision.referenced + counts.images_referenced,
+            "images_encoded": vision.encoded + counts.images_encoded,
+        }
+        return {name: count + self._counted_before.get(name, 0) for name, count in own.items()}
+
     def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
         """What went wrong since the last call."""
         yield from rollout.errors
@@ -250,6 +288,7 @@ class Run:
         """`tasks` is the state of the source of tasks; another thread may draw from it meanwhile."""
         self.parts.engine.forget_features()  # as `learner.save` does with the learner's
         state = {"tasks": tasks, "evaluations": self.evaluations, "seconds": self.seconds}
+        state["counters"] = self._counters(learner)
         keep = self.config.run.keep_checkpoints
         return learner.save(self.folder.checkpoints, steps, self.parts.platform, state, keep)
 

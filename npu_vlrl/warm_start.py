@@ -45,6 +45,7 @@ async def warm_start(run: Run, between: Callable[[str], None] = lambda _: None) 
         solved += sum(trajectory.solved for trajectory in shown)
         loss = learner.supervise(demonstrated_samples(shown, str(loaded.folder)), config.warm_start.lr)
     export_model(loaded, target)
+    run.inputs.record_warm_start()
     learner.forget_features()
     episodes = config.warm_start.steps * config.warm_start.batch
     if config.environment.is_game:

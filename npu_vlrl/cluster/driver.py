@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from npu_vlrl.cluster.placed import Said
 from npu_vlrl.cluster.placement import Place, bundles, connected, reserved
 from npu_vlrl.config import Config, ConfigError, dump_config
 from npu_vlrl.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from npu_vlrl.hardware import VARIABLE, Platform, select
+from npu_vlrl.interrupt import hangup
 
 LEARNER = 0
 
@@ -180,9 +181,7 @@ class Processes:
         """The learner's output as it is; lines of the others on standard error, with their names."""
         for number, data in said:
             if rank == LEARNER:
-                stream = (sys.stdout if number == 1 else sys.stderr).buffer
-                stream.write(data)
-                stream.flush()
+                _write(sys.stdout if number == 1 else sys.stderr, data)
             else:
                 *lines, self._unfinished[rank] = (self._unfinished[rank] + data).split(b"\n")
                 self._show_lines(rank, lines)
@@ -190,13 +189,12 @@ class Processes:
             self._show_lines(rank, [self._unfinished[rank]])
 
     def _show_lines(self, rank: int, lines: Sequence[bytes]) -> None:
-        sys.stderr.buffer.write(b"".join(b"[%s] %s\n" % (_name(rank).encode(), line) for line in lines))
-        sys.stderr.flush()
+        _write(sys.stderr, b"".join(b"[%s] %s\n" % (_name(rank).encode(), line) for line in lines))
 
     @contextmanager
     def _listening_to_signals(self) -> Iterator[None]:
         """Noted here, and followed where nothing is half done."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = (signal.SIGINT, signal.SIGTERM, *hangup())
         before = [signal.signal(number, lambda number, frame: self._signals.append(number)) for number in numbers]
         try:
             yield
@@ -205,12 +203,12 @@ class Processes:
                 signal.signal(number, handler)
 
     def _follow_signals(self) -> None:
-        """The first Ctrl-C is for the learner, which ends the others; the second ends all at once."""
+        """The first Ctrl-C or SIGHUP is for the learner, which ends the others; a second Ctrl-C ends all at once."""
         if not self._signals:
             return
         if not self.told_to_end:
             self.told_to_end = True
-            if self._signals == [signal.SIGINT]:
+            if signal.SIGTERM not in self._signals and self._signals.count(signal.SIGINT) < 2:
                 _say("stopping; Ctrl-C again kills all processes")
                 self._places[LEARNER].actor.send.remote(signal.SIGINT)
         now = time.monotonic()
@@ -236,4 +234,12 @@ def _name(rank: int) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"npu-vlrl: {text}", file=sys.stderr, flush=True)
+    _write(sys.stderr, f"npu-vlrl: {text}\n".encode())
+
+
+def _write(stream: TextIO, data: bytes) -> None:
+    """Nobody may be there to read it any more, and the processes go on to their checkpoint."""
+    with suppress(OSError):
+        stream.flush()
+        stream.buffer.write(data)
+        stream.flush()

@@ -18,24 +18,26 @@ def add(commands: Commands) -> None:
 
 def _eval(options: argparse.Namespace) -> int:
     """Without a configuration the evaluation in the run folder is finished already, and only compared."""
+    # absolute before a game is made, which may change the working directory
+    against, out = (path and Path(path).absolute() for path in (options.against, options.out))
     if options.out is not None and options.against is None:
         raise ConfigError("--out is the folder of a comparison; say with what to compare by --against DIR")
     if options.config is not None:
         from npu_vlrl.evaluate import evaluate_only
 
         config = load(options)
-        if options.against is not None:
-            _check_finished(Path(options.against))
+        if against is not None:
+            _check_finished(against)
+        folder = Path(config.run.dir).absolute()
         code = run_placed(config, "eval", evaluate_only)
-        folder = Path(config.run.dir)
     elif options.run_dir is None or options.against is None:
         raise ConfigError("eval needs --config FILE; or --run-dir DIR --against DIR, to compare finished evaluations")
     elif options.overrides:
         raise ConfigError(f"{options.overrides[0]} changes a configuration; give one with --config, or leave that out")
     else:
         code, folder = DONE, Path(options.run_dir)
-    if code == DONE and options.against is not None:
-        _compare(folder, Path(options.against), options.out)
+    if code == DONE and against is not None:
+        _compare(folder, against, out)
     return code
 
 
@@ -46,7 +48,7 @@ def _check_finished(folder: Path) -> None:
     read(folder)
 
 
-def _compare(folder: Path, against: Path, out: str | None) -> None:
+def _compare(folder: Path, against: Path, out: Path | None) -> None:
     from rich.console import Console
 
     from npu_vlrl.report import tables
@@ -55,7 +57,7 @@ def _compare(folder: Path, against: Path, out: str | None) -> None:
 
     if is_engine():
         return
-    target = Path(out) if out is not None else folder / "against" / against.resolve().name
+    target = out if out is not None else folder / "against" / against.resolve().name
     try:
         values = compare(folder, against, target)
     except OSError as error:

@@ -18,6 +18,9 @@ class RunConfig(Section):
     """Folder of the run. Relative paths start where the command is started."""
     if_exists: Literal["raise", "resume"] = "raise"
     """What to do when the folder holds a run already: refuse, or go on from its last checkpoint."""
+    if_changed: Literal["raise", "accept"] = "raise"
+    """What to do when a reward, tool or game of your own is no longer what a resumed run began with: refuse, or go on
+    with it and record that in `inputs.json`. Model and data must be the same."""
     log_every: Count = 1
     """Steps between lines of progress."""
     show_every: CountOrOff = 10

@@ -12,10 +12,12 @@ import torch
 from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.export.card import Source, run_card
+from npu_vlrl.inputs import Inputs
 from npu_vlrl.learner.checkpoint import STATE, complete
 from npu_vlrl.learner.state import load_policy
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import LoadedModel, load_model
+from npu_vlrl.paths import rooted
 from npu_vlrl.report.lines import read_lines
 
 MARK = "npu_vlrl_export.json"
@@ -28,8 +30,8 @@ def export_run(run: Path, out: Path, checkpoint: str | None, adapter: bool) -> s
     `checkpoint` is a number of steps or the path of a checkpoint; None takes the newest one. Memory: the model on the
     host, and one tensor.
 
-    Raises ConfigError for what is no run, no checkpoint, or no place to write to; CheckpointError for a checkpoint of
-    another model.
+    Raises ConfigError for what is no run or no checkpoint, for another model than the run began with, and for no place
+    to write to; CheckpointError for a checkpoint of another model.
     """
     if (run / STATE).is_file():
         raise ConfigError(f"{run} is one checkpoint of a run; write `npu-vlrl export RUN --checkpoint {run}`")
@@ -43,6 +45,8 @@ def export_run(run: Path, out: Path, checkpoint: str | None, adapter: bool) -> s
         raise ConfigError(f"--adapter: {run} trained no adapter (model.lora is not set); leave it out")
     path = find_checkpoint(run, checkpoint)
     check_out(out)
+    here = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run)})})
+    Inputs(here, rooted(here)).check_model()  # what was not trained comes from there
     loaded = load_model(config.model, run / "model", config.train.seed, torch.device("cpu"))
     step, _ = load_policy(path, loaded.policy)
     _write(loaded, config, out, step, run, _read_json(run / "summary.json"), adapter, used_up=True)

@@ -1,8 +1,10 @@
 """Everything a run needs to go on exactly where it stopped, in files that hold no code (safetensors and JSON).
 
     step-00000100/  state.json  rng.safetensors  weights.safetensors    optimizer.safetensors
-                                          or     weights.0.safetensors  optimizer.0.safetensors
+                    SHA256SUMS            or     weights.0.safetensors  optimizer.0.safetensors
                                                  weights.1.safetensors  optimizer.1.safetensors
+
+SHA256SUMS has the checksum of every other file, as `sha256sum -c` reads it; what is loaded is compared with it first.
 
 Of a policy that is divided over ranks each writes a file with its rows of every tensor, and in the file's header, under
 `rows`, where they stand in the whole. Whoever reads takes the rows that it needs, from however many files there are.
@@ -25,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from npu_vlrl.disk import let_read, write_text, writing
+from npu_vlrl.disk import let_read, sha256, write_text, writing
 from npu_vlrl.learner.ranks import Ranks
 
 Content = TypeVar("Content")
@@ -33,8 +35,12 @@ Tensors = TypeVar("Tensors", bound=Mapping[str, Tensor])
 """Of one that is written any mapping, of one that is read `Stored`."""
 
 STATE = "state.json"
+SUMS = "SHA256SUMS"
 ROWS = "rows"
 _NAME = re.compile(r"step-(\d{8})$")
+_SUM = re.compile(r"([0-9a-f]{64})  ([\w.]+)")
+_TEXT_BYTES = 1024
+"""For the checksums of one rank's files, on their way to the first."""
 
 
 class CheckpointError(ValueError):
@@ -72,12 +78,14 @@ def save(folder: Path, checkpoint: Checkpoint[dict[str, Tensor]], keep: int, ran
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
     ranks.meet()
-    _write(partial, checkpoint, ranks)
-    ranks.meet()
+    sums = _gather(_write(partial, checkpoint, ranks), ranks)
     if ranks.rank == 0:
         state = partial / STATE
         write_text(state, json.dumps({"step": checkpoint.step, **checkpoint.state}, indent=2))
         _flush(state)
+        sums[STATE] = sha256(state)
+        write_text(partial / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+        _flush(partial / SUMS)
         _flush(partial)
         partial.rename(final)
         _flush(folder)
@@ -87,8 +95,9 @@ def save(folder: Path, checkpoint: Checkpoint[dict[str, Tensor]], keep: int, ran
     return final
 
 
-def _write(partial: Path, checkpoint: Checkpoint[dict[str, Tensor]], ranks: Ranks) -> None:
-    """The files of this rank; the first also writes what all of them have."""
+def _write(partial: Path, checkpoint: Checkpoint[dict[str, Tensor]], ranks: Ranks) -> dict[str, str]:
+    """Writes the files of this rank, and the first one's also what all of them have; returns their checksums."""
+    sums = {}
     for name in ("weights", "optimizer", "rng"):
         tensors: dict[str, Tensor] = getattr(checkpoint, name)
         rows = {key: place for key, place in checkpoint.rows.items() if key in tensors}
@@ -99,6 +108,15 @@ def _write(partial: Path, checkpoint: Checkpoint[dict[str, Tensor]], ranks: Rank
                 save_file(held, file, {ROWS: json.dumps(rows)} if rows else None)
                 let_read(file)
                 _flush(file)
+                sums[file.name] = sha256(file)
+    return sums
+
+
+def _gather(sums: dict[str, str], ranks: Ranks) -> dict[str, str]:
+    """The checksums of all ranks' files; returns when every rank has written."""
+    text = json.dumps(sums).encode().ljust(_TEXT_BYTES)
+    found = ranks.gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return {name: digest for said in found for name, digest in json.loads(bytes(said.tolist())).items()}
 
 
 def latest(folder: Path) -> Path | None:
@@ -124,8 +142,7 @@ class Stored(Mapping[str, Tensor]):
         self._totals: dict[str, int] = {}
         """Rows of each tensor that is in pieces."""
         for file in sorted(path.glob(f"{name}.*.safetensors")) or [path / f"{name}.safetensors"]:
-            opened = _read(file, lambda file: safe_open(file, "pt"))
-            rows = json.loads((opened.metadata() or {}).get(ROWS, "{}"))
+            opened, rows = _read(file, _opened)
             for key in opened.keys():  # noqa: SIM118  # it is no mapping
                 first = 0
                 if key in rows:
@@ -146,6 +163,10 @@ class Stored(Mapping[str, Tensor]):
         shape: list[int] = self._pieces[key][0][1].get_slice(key).get_shape()
         return [self._totals[key], *shape[1:]] if key in self._totals else shape
 
+    def dtype(self, key: str) -> str:
+        """As safetensors names it, e.g. `F32`; several where pieces differ."""
+        return " and ".join(sorted({file.get_slice(key).get_dtype() for _, file in self._pieces[key]}))
+
     def read(self, key: str, rows: range | None = None) -> Tensor:
         """A whole tensor, or some rows of it. Raises CheckpointError when they are in no file."""
         pieces = self._pieces[key]
@@ -160,16 +181,21 @@ class Stored(Mapping[str, Tensor]):
             if start < stop:
                 found.append(piece[start:stop])
         if sum(map(len, found)) != len(rows):
-            raise CheckpointError(
-                f"checkpoint {self._path} has no file with some rows of {key}; remove it to go on from an older one"
-            )
+            raise CheckpointError(f"checkpoint {self._path} has no file with some rows of {key}; {remedy(self._path)}")
         return torch.cat(found) if found else torch.empty(0, *self.shape(key)[1:])
 
 
-def load(path: Path) -> Checkpoint[Stored]:
+def _opened(file: Path) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """A file of tensors, and the rows of those that are in pieces."""
+    opened = safe_open(file, "pt")
+    return opened, dict(json.loads((opened.metadata() or {}).get(ROWS, "{}")))
+
+
+def load(path: Path, ranks: Ranks | None = None) -> Checkpoint[Stored]:
     """Raises CheckpointError when a file is missing or damaged, naming it. Weights and optimizer are read when they are
-    asked for, see `Stored`.
+    asked for, see `Stored`. Of several `ranks` that load the same each compares some of the files with their checksums.
     """
+    verify(path, ranks or Ranks())
     state = _read(path / STATE, lambda file: dict(json.loads(file.read_text())))
     weights, optimizer = Stored(path, "weights"), Stored(path, "optimizer")
     rng = _read(path / "rng.safetensors", load_file)
@@ -179,13 +205,42 @@ def load(path: Path) -> Checkpoint[Stored]:
     return Checkpoint(int(match[1]), weights, optimizer, rng, state)
 
 
+def has_checksums(path: Path) -> bool:
+    """Those of earlier releases have none."""
+    return (path / SUMS).is_file()
+
+
+def verify(path: Path, ranks: Ranks) -> None:
+    """Compares this rank's share of the files with their checksums, where there are any. Raises CheckpointError."""
+    if not has_checksums(path):
+        return
+    lines = _read(path / SUMS, lambda file: file.read_text().splitlines())
+    found = [_SUM.fullmatch(line) for line in lines]
+    sums = {match[2]: match[1] for match in found if match is not None}
+    if len(sums) < len(lines) or STATE not in sums:
+        raise CheckpointError(f"checkpoint file {path / SUMS} is damaged: no list of checksums; {remedy(path)}")
+    for file in path.glob("*.safetensors"):
+        if file.name not in sums:
+            raise CheckpointError(f"checkpoint file {file} was not written with the others; move it away")
+    for name in sorted(sums)[ranks.rank :: ranks.size]:
+        if _read(path / name, sha256) != sums[name]:
+            raise CheckpointError(
+                f"checkpoint file {path / name} is damaged: its checksum is not the one in {SUMS}; {remedy(path)}"
+            )
+
+
+def remedy(path: Path) -> str:
+    """What can be done about a checkpoint that cannot be used."""
+    older = [other for other in complete(path.parent) if other.name < path.name]
+    where = f"from {older[-1].name}" if older else "from the beginning, since there is no older one"
+    return f"put back what was written, or remove {path} to go on {where}"
+
+
 def _read(file: Path, read: Callable[[Path], Content]) -> Content:
     try:
         return read(file)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"checkpoint file {file} cannot be read: {error}; remove {file.parent} to go on from an older checkpoint"
-        ) from error
+        raise CheckpointError(f"checkpoint file {file} cannot be read: {error}; {remedy(file.parent)}") from error
 
 
 def complete(folder: Path) -> list[Path]:

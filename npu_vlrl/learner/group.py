@@ -62,6 +62,11 @@ class LearnerGroup:
         return self.own.skipped
 
     @property
+    def updates(self) -> int:
+        """Optimiser steps so far."""
+        return self.own.updates
+
+    @property
     def noted(self) -> dict[str, np.ndarray]:
         """See `Learner.noted`, of the samples of all ranks."""
         return self.own.noted

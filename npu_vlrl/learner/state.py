@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,11 @@ from npu_vlrl.model.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 MASTER = "master"
+DTYPES = ("F32", "BF16")
+"""Of saved tensors, as safetensors names them."""
+
+UNSTEPPED = "unstepped"
+"""In the state: trained tensors that the optimiser knows nothing of yet. Earlier releases did not write it."""
 
 CRITIC = "critic."
 """What the names of a critic's weights begin with."""
@@ -43,6 +48,7 @@ def save_learner(
         for moment in MOMENTS
         if master(p) in optimizer.state
     }
+    unstepped = [name for name, (p, optimizer) in trained.items() if master(p) not in optimizer.state]
     masters = {f"{MASTER}.{name}": master(p) for name, (p, _) in trained.items() if p.dtype.itemsize < 4}
     rows = {name: learner.ranks.rows(len(p)) for name, (p, _) in trained.items() if divided(master(p)) is not None}
     places = {name: (held.start, len(trained[name][0])) for name, held in rows.items()}
@@ -51,7 +57,7 @@ def save_learner(
         weights={name: master(p) if name in rows else p for name, (p, _) in trained.items()},
         optimizer=stepped | masters,
         rng={"torch": torch.get_rng_state(), "device": platform.rng_state()},
-        state={"updates": learner.updates, "skipped": learner.skipped, **state},
+        state={"updates": learner.updates, "skipped": learner.skipped, UNSTEPPED: unstepped, **state},
         rows=places | {f"{m}.{name}": place for name, place in places.items() for m in MOMENTS if m != "step"},
     )
     return checkpoint.save(folder, content, keep, learner.ranks if learner.is_divided else None)
@@ -62,12 +68,16 @@ def load_learner(path: Path, learner: Learner, platform: Platform) -> tuple[int,
 
     The run that wrote it may have had weights of another dtype. Masters that it had none of begin as its weights. It
     may have divided its policy over any number of ranks, or not at all: each rank reads the rows that it holds.
-    Raises CheckpointError when the checkpoint belongs to another model, naming what differs.
+    Raises CheckpointError, before anything is restored, when the checkpoint belongs to another model or lacks some of
+    the optimiser's tensors, naming what differs.
     """
-    content = checkpoint.load(path)
+    content = checkpoint.load(path, learner.ranks)
     weights, moved = content.weights, content.optimizer
     trained = trained_by(learner)
-    _check_names(path, weights, {name: p for name, (p, _) in trained.items()})
+    parameters = {name: p for name, (p, _) in trained.items()}
+    _check_names(path, weights, parameters)
+    updates, skipped = (needed(path, content.state, key, kind) for key, kind in (("updates", int), ("skipped", list)))
+    _check_optimizer(content, path, parameters, stepped=updates > 0 and not skipped)
     for name, (parameter, optimizer) in trained.items():
         stepped = master(parameter)
         rows = None if divided(stepped) is None else learner.ranks.rows(len(parameter))
@@ -81,10 +91,8 @@ def load_learner(path: Path, learner: Learner, platform: Platform) -> tuple[int,
         if moments:
             optimizer.state[stepped] = {m: moment.to(stepped.device) for m, moment in moments.items()}
     learner.publish()
-    torch.set_rng_state(content.rng["torch"])
-    platform.set_rng_state(content.rng["device"])
-    learner.updates = content.state.pop("updates")
-    learner.skipped = content.state.pop("skipped")
+    _set_random(content.rng, path, platform)
+    learner.updates, learner.skipped = updates, skipped
     return content.step, content.state
 
 
@@ -97,6 +105,7 @@ def load_policy(path: Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     content = checkpoint.load(path)
     weights, moved, here = content.weights, content.optimizer, policy.trainable()
     _check_names(path, weights, here, [name for name in weights if not name.startswith(CRITIC)])
+    _check_layout(path, moved, {f"{MASTER}.{name}": p.shape for name, p in here.items() if f"{MASTER}.{name}" in moved})
     with torch.no_grad():
         for name, parameter in here.items():
             wide = f"{MASTER}.{name}"
@@ -119,6 +128,61 @@ def _wide(moment: Tensor) -> Tensor:
     return moment.to(torch.promote_types(moment.dtype, torch.float32))
 
 
+def needed(path: Path, state: dict[str, Any], key: str, kind: type) -> Any:
+    """Takes a value out of the state of a checkpoint. Raises CheckpointError when it is not there or no `kind`."""
+    value = state.pop(key, None)
+    if not isinstance(value, kind):
+        raise CheckpointError(
+            f"checkpoint file {path / checkpoint.STATE}: {key} is {value!r:.60}, no {kind.__name__}; "
+            f"{checkpoint.remedy(path)}"
+        )
+    return value
+
+
+def _check_optimizer(
+    content: Checkpoint[Stored], path: Path, parameters: dict[str, torch.nn.Parameter], stepped: bool
+) -> None:
+    """Compares the optimiser's tensors with those that belong to the parameters, some of which were surely stepped."""
+    moved, unstepped = content.optimizer, content.state.pop(UNSTEPPED, None)
+    narrow = [name for name in parameters if content.weights.dtype(name) != "F32"]
+    if unstepped is None:  # of an earlier release, which may be from the time before masters
+        absent = [name for name in parameters if not any(f"{moment}.{name}" in moved for moment in MOMENTS)]
+        unstepped = [] if stepped and len(absent) == len(parameters) else absent
+        narrow = [name for name in narrow if f"{MASTER}.{name}" in moved]
+    shapes: dict[str, torch.Size] = {}
+    for name in parameters.keys() - set(unstepped):
+        shapes |= {f"{moment}.{name}": parameters[name].shape for moment in MOMENTS} | {f"step.{name}": torch.Size()}
+    shapes |= {f"{MASTER}.{name}": parameters[name].shape for name in narrow}
+    if difference := sorted(shapes.keys() ^ set(moved)):
+        kind = "has no" if difference[0] in shapes else "has an unknown"
+        raise CheckpointError(
+            f"checkpoint {path}: the optimiser {kind} {difference[0]} ({len(difference)} tensors); "
+            f"{checkpoint.remedy(path)}"
+        )
+    _check_layout(path, moved, shapes)
+
+
+def _check_layout(path: Path, saved: Stored, shapes: Mapping[str, torch.Size]) -> None:
+    """Shapes and dtypes of the optimiser's tensors: a tensor of one number would be spread over all of a weight."""
+    for key, shape in shapes.items():
+        if saved.shape(key) != list(shape) or saved.dtype(key) not in DTYPES:
+            raise CheckpointError(
+                f"checkpoint {path}: {key} is {saved.dtype(key)} {saved.shape(key)}, not F32 {list(shape)}; "
+                f"{checkpoint.remedy(path)}"
+            )
+
+
+def _set_random(states: Mapping[str, Tensor], path: Path, platform: Platform) -> None:
+    for name, set_state in (("torch", torch.set_rng_state), ("device", platform.set_rng_state)):
+        try:
+            set_state(states[name])
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise CheckpointError(
+                f"checkpoint file {path / 'rng.safetensors'}: {name} is no random state here ({error}); resume on the "
+                f"same kind of device, or {checkpoint.remedy(path)}"
+            ) from error
+
+
 def _check_names(
     path: Path, saved: Stored, here: dict[str, torch.nn.Parameter], names: Iterable[str] | None = None
 ) -> None:
@@ -131,3 +195,5 @@ def _check_names(
             raise CheckpointError(
                 f"checkpoint {path} is of another model: {name} is {saved.shape(name)}, here {list(parameter.shape)}"
             )
+        if saved.dtype(name) not in DTYPES:
+            raise CheckpointError(f"checkpoint {path} holds {name} as {saved.dtype(name)}, not {' or '.join(DTYPES)}")

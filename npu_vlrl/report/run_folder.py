@@ -18,9 +18,10 @@ from PIL import Image as PillowImage
 
 from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config
-from npu_vlrl.disk import write_text, write_whole, writing
+from npu_vlrl.disk import unwritable, write_text, write_whole, writing
 from npu_vlrl.report.lines import read_lines
 from npu_vlrl.report.token_values import TokenValues
+from npu_vlrl.sync.disk import FOLDER as WEIGHTS
 from npu_vlrl.types import Image, Segment, Trajectory
 from npu_vlrl.workflow.environments.formats import Format, make_format
 
@@ -45,10 +46,12 @@ FREE: Any = {
 ends it. Data are known by what is in them."""
 
 
+LINES = ("metrics.jsonl", "trajectories.jsonl")
+
 LOCK = "lock"
 """Held by the process that writes in the folder; its number and machine are in it."""
 
-BEFORE = {"model", "sinks.json", "tensorboard", "wandb", "swanlab", LOCK}
+BEFORE = {"model", WEIGHTS, "sinks.json", "tensorboard", "wandb", "swanlab", LOCK}
 """What may be in a folder before it is a run's: its model is made, and its sinks begin, before all else is ready."""
 
 
@@ -61,20 +64,22 @@ class RunFolder:
 
     def __init__(self, config: Config, cleanup: ExitStack | None = None) -> None:
         """No other process may have the folder until `cleanup`."""
-        self.path = Path(config.run.dir)
+        self.path = Path(config.run.dir).absolute()
         self._config = config
         self._cleanup = cleanup
         self.thought_opened: bool | None = None
         """Whether the chat template opens a thought, once that is known: records say what the turns of a game say."""
+        self.before: Config | None = None
+        """The configuration of a run that is resumed, as it was."""
+        if not os.path.isfile(self.path) and (problem := unwritable(self.path)):
+            raise ConfigError(f"run.dir: {self.path} cannot be used, since {problem}; choose another")
         self.resumed = (self.path / "config.yaml").is_file()
         if self.resumed:
+            self._check_writable()
             self._check_resumable(config)
             self._lock()
         elif self.path.exists() and (not self.path.is_dir() or any(p.name not in BEFORE for p in self.path.iterdir())):
             raise ConfigError(f"run.dir: {self.path} exists and is not a run folder; choose another with run.dir=…")
-        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise ConfigError(f"run.dir: {self.path} cannot be made, since {there} is not writable; choose another")
 
     def begin(self) -> None:
         """Makes the folder a run's. Called once all else is ready: what was refused leaves no run behind."""
@@ -95,7 +100,7 @@ class RunFolder:
         """
         for _ in read_lines(self.path / "metrics.jsonl"):
             pass  # the export reads them at the end of the run, and would refuse them there
-        for name in ("metrics.jsonl", "trajectories.jsonl"):
+        for name in LINES:
             file = self.path / name
             if file.is_file():
                 with file.open("r+b") as lines:
@@ -159,12 +164,26 @@ class RunFolder:
             file.truncate(0)
             file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
 
+    def _check_writable(self) -> None:
+        """Before steps are done that cannot be written down."""
+        for name in ("checkpoints", "images", *LINES, LOCK):
+            path, is_file = self.path / name, name in (*LINES, LOCK)
+            if not path.exists() and not path.is_symlink():
+                continue
+            if not (path.is_file() if is_file else path.is_dir()):
+                raise ConfigError(
+                    f"run.dir: {path} is no {'file' if is_file else 'folder'}; move it away, or choose another run.dir"
+                )
+            if not os.access(path, os.W_OK):
+                raise ConfigError(f"run.dir: {path} is not writable; change its rights, or choose another run.dir")
+
     def _check_resumable(self, config: Config) -> None:
         if config.run.if_exists == "raise":
             raise ConfigError(
                 f"run.dir: {self.path} holds a run; continue it with run.if_exists=resume or choose another run.dir"
             )
-        before, now = (c.model_dump(exclude=FREE) for c in (load_config(self.path / "config.yaml"), config))
+        self.before = load_config(self.path / "config.yaml")
+        before, now = (c.model_dump(exclude=FREE) for c in (self.before, config))
         changed = [f"{s}.{k}" for s in now for k in (now[s] or {}) if now[s][k] != (before[s] or {}).get(k)]
         if changed:
             raise ConfigError(

@@ -6,6 +6,7 @@ whoever sees the file sees all of it. Engines read it into buckets, and say the 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,20 +15,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from npu_vlrl.disk import writing
 from npu_vlrl.sync.buckets import Buckets
 from npu_vlrl.sync.plan import Plan
 from npu_vlrl.sync.transfer import Checksums
 from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender, expect
 from npu_vlrl.sync.world import World
 
+FOLDER = "weights"
+"""In the run folder, as long as the run goes on."""
+
 
 class DiskSender(WeightSender):
     """The learner's side. While it writes it holds all that changed in the memory of the host."""
 
     def __init__(self, world: World, parameters: Mapping[str, Tensor], bucket_bytes: int, folder: Path) -> None:
-        """`folder` is made; every engine must see it under the same name. Raises what `WeightSender` raises."""
+        """`folder` is made anew; every engine must see it under the same name. Raises what `WeightSender` raises."""
         self.folder = folder.absolute()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a learner that was killed
+        self.folder.mkdir(parents=True)
         super().__init__(world, parameters, bucket_bytes)
 
     def _transfer(self, plan: Plan, version: int) -> None:
@@ -40,7 +46,8 @@ class DiskSender(WeightSender):
             sums.take(number, bucket)
         file = self.folder / f"{version}.safetensors"
         unfinished = file.with_suffix(".unfinished")
-        save_file(tensors, unfinished)
+        with writing(unfinished):
+            save_file(tensors, unfinished)
         unfinished.replace(file)
         for old in self.folder.glob("*.safetensors"):
             if old != file:

@@ -26,6 +26,7 @@ from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.export.run import MARK
 from npu_vlrl.train import train
 from npu_vlrl.types import Image
+from tests.support.checkpoints import seal
 from tests.support.models import plain_model
 from tests.support.program import program, records
 from tests.support.runs import exported_weights, small_config
@@ -146,6 +147,7 @@ def test_weights_of_16_bits_are_rounded_from_their_masters(runs: Runs, tmp_path:
     shutil.copytree(run / "checkpoints" / "step-00000002", path)
     stale = load_file(path / "weights.safetensors")
     save_file({name: torch.zeros_like(tensor) for name, tensor in stale.items()}, path / "weights.safetensors")
+    seal(path)
     assert program("export", run, "--checkpoint", path, "--out", tmp_path / "out").code == 0
     model = dict(plain_model(tmp_path / "out").named_parameters())
     assert masters.keys() == model.keys()
@@ -187,9 +189,11 @@ def test_pieces_of_three_learners(runs: Runs, tmp_path: Path) -> None:
                     part[name] = tensor[start : start + -(-len(tensor) // 3)].clone()
                     rows[name] = (min(start, len(tensor)), len(tensor))
             save_file(part, path / f"{kind}.{rank}.safetensors", {"rows": json.dumps(rows)})
+    seal(path)
     assert program("export", run, "--checkpoint", path, "--out", tmp_path / "out").code == 0
     assert equal(weights(tmp_path / "out"), exported_weights(run))
     (path / "weights.1.safetensors").unlink()
+    seal(path)
     refused = program("export", run, "--checkpoint", path, "--out", tmp_path / "other").refused()
     assert "has no file with some rows of" in refused and not (tmp_path / "other").exists()
 
@@ -205,6 +209,7 @@ def test_a_critic_is_left_out(runs: Runs, tmp_path: Path) -> None:
     more = load_file(path / "weights.safetensors")
     own = {f"critic.{name}": tensor + 1 for name, tensor in more.items()}
     save_file({**more, **own, "critic.head.bias": torch.zeros(1)}, path / "weights.safetensors")
+    seal(path)
     assert program("export", run, "--checkpoint", path, "--out", tmp_path / "out").code == 0
     assert equal(weights(tmp_path / "out"), exported_weights(run))
 

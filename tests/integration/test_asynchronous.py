@@ -176,7 +176,7 @@ def test_two_learners_with_a_part_each(tmp_path: Path) -> None:
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_synchronous_run_ends_after_the_step_in_hand_too(tmp_path: Path, number: signal.Signals) -> None:
     words = command(tmp_path, "train.steps=1000", "workflow.turn_tokens=8")
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # as a library has it that was imported before
@@ -187,9 +187,10 @@ def test_a_synchronous_run_ends_after_the_step_in_hand_too(tmp_path: Path, numbe
     wait_for_steps(tmp_path, 2, [process])
     process.send_signal(number)
     assert finish([process]) == [130], said(tmp_path, 1)
-    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    again = "Ctrl-C" if number == signal.SIGHUP else f"{name} again"
     output = said(tmp_path, 1)
-    assert f"ending after the step in hand; {name} again ends at once" in output and f"as {name} asked for" in output
+    assert f"ending after the step in hand; {again} ends at once" in output and f"as {name} asked for" in output
     steps, newest = steps_of(tmp_path / "run"), latest(tmp_path / "run" / "checkpoints")
     assert newest is not None and newest.name.endswith(str(len(steps))) and len(steps) >= 2
     assert "async/staleness" not in steps[0]

@@ -161,8 +161,10 @@ def test_evaluation_samples_in_the_engine_process(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
 def test_who_ends_torchrun_ends_all(number: signal.Signals, tmp_path: Path) -> None:
-    process = torchrun(2, command(tmp_path, *WORDS, "train.steps=1000"), tmp_path)
+    """No process is left, and no copy of the weights, which took the way through files."""
+    process = torchrun(2, command(tmp_path, *WORDS, "train.steps=1000", "sync.through=disk"), tmp_path)
     wait_for(tmp_path / "run" / "metrics.jsonl", [process])
+    wait_for(tmp_path / "run" / "weights", [process])
     assert len(list(ranks(tmp_path))) >= 2  # and the learner's judge
     if number is signal.SIGINT:
         os.killpg(process.pid, number)  # a terminal sends it to all
@@ -176,7 +178,7 @@ def test_who_ends_torchrun_ends_all(number: signal.Signals, tmp_path: Path) -> N
         assert list(ranks(tmp_path)) == []
     finally:
         finish([process])
-    assert (tmp_path / "run" / "config.yaml").is_file()
+    assert (tmp_path / "run" / "config.yaml").is_file() and not (tmp_path / "run" / "weights").exists()
 
 
 def ranks(folder: Path) -> Iterator[int]:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.train import train
+from tests.support.checkpoints import as_of_old, seal
 from tests.support.learning import plain_model
 from tests.support.ranks import PATIENCE_S
 from tests.support.runs import lines, metrics, same_weights, small_config
@@ -61,8 +63,16 @@ def resume(folder: Path, **changes: Any) -> list[str]:
     return made
 
 
+def counters(folder: Path) -> list[list[float]]:
+    """What was counted since the run began, after each step."""
+    names = ("engine/tokens_requested", "engine/tokens_prefilled", "engine/tokens_decoded", "learner/tokens_referenced")
+    names += ("learner/tokens_computed", "images_referenced", "images_encoded", "skipped_records")
+    return [[line[name] for name in names] for line in lines(folder, "metrics.jsonl") if "grad_norm" in line]
+
+
 def assert_same_run(folder: Path, unbroken: Path) -> None:
     assert metrics(folder) == metrics(unbroken)
+    assert counters(folder) == counters(unbroken)
     assert lines(folder, "trajectories.jsonl") == lines(unbroken, "trajectories.jsonl")
     assert same_weights(folder, unbroken)
     first, second = (json.loads((run / "summary.json").read_text()) for run in (folder, unbroken))
@@ -92,6 +102,9 @@ def test_the_unbroken_run_is_worth_comparing_with(unbroken: Path, tmp_path: Path
     trained = [line for line in metrics(unbroken) if "grad_norm" in line]
     assert [line["step"] for line in trained] == [0, 1, 2, 3]
     assert all(line["grad_norm"] > 1e-3 and line["reward_std"] > 0 for line in trained)
+    assert all(
+        a < b for former, later in pairwise(counters(unbroken)) for a, b in zip(former[:-1], later, strict=False)
+    )
     assert trained[0]["kl"] < 1e-9 and min(line["kl"] for line in trained[1:]) > 1e-3
     other = tmp_path / "run"
     train(small_config(other, train__seed=1))
@@ -303,6 +316,9 @@ def test_a_text_model_on_records(tmp_path: Path) -> None:
     assert len(set(drawn[:6])) == 6  # one epoch has seven tasks: none came twice before all came once
 
     records(tmp_path, 8)  # the file is another one now
+    with pytest.raises(ConfigError, match=r"^data\.train: train\.jsonl changed since the run in .* began \(20"):
+        resume(folder, data__train=source, **TEXT)
+    (folder / "inputs.json").unlink()  # as earlier releases left it; the checkpoint knows something, too
     with pytest.raises(CheckpointError, match="step-00000003: the saved position belongs to other data"):
         resume(folder, data__train=source, **TEXT)
 
@@ -341,7 +357,9 @@ def test_what_cures_a_lack_of_memory_changes_no_number_by_much(unbroken: Path, t
         assert [line[key] for line in trained[0]] == pytest.approx([line[key] for line in trained[1]], rel=1e-3), key
 
 
-def test_a_longer_run_takes_up_the_schedule_of_its_new_length(tmp_path: Path) -> None:
+def test_a_longer_run_takes_up_the_schedule_of_its_new_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """8 learning rates of a line over 2 and then over 4 steps: the second half is that of four steps from the start."""
     rates = {}
     for name, lengths in {"grown": (2, 4), "whole": (4,)}.items():
@@ -351,6 +369,12 @@ def test_a_longer_run_takes_up_the_schedule_of_its_new_length(tmp_path: Path) ->
         rates[name] = [line["lr"] for line in metrics(tmp_path / name) if "lr" in line]
     assert rates["whole"] == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
     assert rates["grown"] == pytest.approx([1e-2, 0.5e-2, 0.5e-2, 0.25e-2])
+    told = (
+        "train.steps was 2 and is 4: the linear schedule ends there now, so the learning rate goes on with 0.005 where"
+    )
+    assert (
+        capsys.readouterr().out.count(f"{told} it would have been 0; for the old curve resume with train.steps=2") == 1
+    )
 
 
 @pytest.fixture
@@ -375,8 +399,10 @@ def test_a_resumed_run_took_the_time_of_both_processes(finished: Path) -> None:
     before = json.loads(state.read_text())
     assert 0 < before["seconds"] <= json.loads((finished / "summary.json").read_text())["train_seconds"] + 0.1
     state.write_text(json.dumps(before | {"seconds": 5000.0}))
+    seal(state.parent)
     assert train(copied_config(finished))["train_seconds"] > 5000
     state.write_text(json.dumps({key: value for key, value in before.items() if key != "seconds"}))
+    seal(state.parent)
     assert train(copied_config(finished))["train_seconds"] < 5000  # a checkpoint of before it was noted
 
 
@@ -411,11 +437,27 @@ def test_fewer_steps_than_done_are_refused(finished: Path, unbroken: Path) -> No
 def test_a_damaged_checkpoint_is_named_and_an_older_one_serves(finished: Path, unbroken: Path) -> None:
     newest = finished / "checkpoints" / "step-00000004"
     (newest / "optimizer.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(CheckpointError, match="step-00000004/optimizer.safetensors cannot be read.*; remove"):
+    damaged = r"step-00000004/optimizer\.safetensors is damaged: .*, or remove \S* to go on from step-00000003$"
+    with pytest.raises(CheckpointError, match=damaged):
         train(copied_config(finished))
     shutil.rmtree(newest)
     train(copied_config(finished))
     assert_same_run(finished, unbroken)
+
+
+def test_a_run_of_an_earlier_release_goes_on_and_says_what_is_not_checked(
+    finished: Path, unbroken: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(finished / "checkpoints" / "step-00000004")
+    as_of_old(finished / "checkpoints" / "step-00000003")
+    (finished / "inputs.json").unlink()
+    train(copied_config(finished))
+    assert metrics(finished) == metrics(unbroken) and same_weights(finished, unbroken)
+    told = capsys.readouterr().out
+    assert "was begun by an earlier release and has no inputs.json" in told and "has no checksums" in told
+    train(copied_config(finished))
+    told = capsys.readouterr().out
+    assert "inputs.json" not in told and "has no checksums" not in told
 
 
 def test_the_weights_at_the_end_are_those_of_the_last_checkpoint(unbroken: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,9 +13,10 @@ import torch
 
 from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import Checkpoint, CheckpointError, latest, load, save
+from tests.support.checkpoints import seal
 from tests.support.ranks import finish, fork, said
 
-FILES = ("optimizer.safetensors", "rng.safetensors", "state.json", "weights.safetensors")
+FILES = ("SHA256SUMS", "optimizer.safetensors", "rng.safetensors", "state.json", "weights.safetensors")
 
 
 def content(step: int) -> Checkpoint:
@@ -47,7 +49,7 @@ def test_files_are_json_and_safetensors_and_nothing_else(tmp_path: Path) -> None
     assert tuple(sorted(file.name for file in path.iterdir())) == FILES
     assert json.loads((path / "state.json").read_text())["step"] == 1
     for name in FILES:
-        if name != "state.json":
+        if name.endswith(".safetensors"):
             data = (path / name).read_bytes()
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
             ends = [entry["data_offsets"][1] for entry in header.values()]
@@ -110,16 +112,16 @@ def die() -> None:
     raise Killed
 
 
-@pytest.mark.parametrize("call", range(1, 11))
+@pytest.mark.parametrize("call", range(1, 12))
 def test_the_previous_one_survives_a_kill_at_any_point(tmp_path: Path, call: int) -> None:
-    """3 files written, 4 files and their folder flushed, the rename (call 9), and the flush of the parent."""
+    """3 files written, 5 files and their folder flushed, the rename (call 10), and the flush of the parent."""
     previous = save(tmp_path, content(1), keep=1)
     patches = kill_at(call, die)
     with patches[0], patches[1], pytest.raises(Killed):
         save(tmp_path, content(2), keep=1)
     assert same(load(previous), content(1))
     found = latest(tmp_path)
-    assert found is not None and same(load(found), content(1 if call <= 9 else 2))
+    assert found is not None and same(load(found), content(1 if call <= 10 else 2))
     # the next run comes by with another rhythm, and leaves nothing of the dead one behind
     save(tmp_path, content(5), keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
@@ -173,12 +175,69 @@ def remove(file: Path) -> None:
     file.unlink()
 
 
-@pytest.mark.parametrize("damage", [cut, empty, garble, remove])
-@pytest.mark.parametrize("name", FILES)
+def flip(file: Path) -> None:
+    """One bit in the middle, which for safetensors is in a tensor or its name."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, garble, remove, flip])
+@pytest.mark.parametrize("name", FILES[1:])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Any) -> None:
     path = save(tmp_path, content(1), keep=1)
     damage(path / name)
-    with pytest.raises(CheckpointError, match=f"checkpoint file .*step-00000001/{name} cannot be read: .*; remove"):
+    named = f"checkpoint file .*step-00000001/{name} (cannot be read|is damaged): .* remove .* from the beginning"
+    with pytest.raises(CheckpointError, match=named):
+        load(path)
+    save(tmp_path, content(2), keep=2)
+    damage(tmp_path / "step-00000002" / name)
+    if (path / name).is_file() or name != "state.json":  # else it is no complete one either
+        with pytest.raises(CheckpointError, match=r"step-00000002 to go on from (step-00000001|the beginning)"):
+            load(tmp_path / "step-00000002")
+
+
+@pytest.mark.parametrize("damage", [cut, empty, garble, flip])
+def test_damaged_checksums(tmp_path: Path, damage: Any) -> None:
+    path = save(tmp_path, content(1), keep=1)
+    damage(path / "SHA256SUMS")
+    with pytest.raises(CheckpointError, match=r"step-00000001/\S+ (cannot be read|is damaged|was not written)"):
+        load(path)
+
+
+def test_every_bit_counts(tmp_path: Path) -> None:
+    path = save(tmp_path, content(1), keep=1)
+    file = path / "optimizer.safetensors"
+    data = file.read_bytes()
+    for place in range(0, len(data), 7):
+        file.write_bytes(data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :])
+        with pytest.raises(CheckpointError, match="optimizer.safetensors is damaged"):
+            load(path)
+    file.write_bytes(data)
+    assert same(load(path), content(1))
+
+
+def test_the_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
+    path = save(tmp_path, content(1), keep=1)
+    told = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=path, capture_output=True, text=True, check=True)
+    assert sorted(told.stdout.splitlines()) == [f"{name}: OK" for name in sorted(FILES[1:])]
+
+
+def test_a_file_of_another_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path, content(1), keep=1)
+    (path / "weights.1.safetensors").write_bytes((path / "weights.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"weights\.1\.safetensors was not written with the others"):
+        load(path)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, garble, remove])
+@pytest.mark.parametrize("name", FILES[1:])
+def test_one_of_an_earlier_release_has_no_checksums(tmp_path: Path, name: str, damage: Any) -> None:
+    path = save(tmp_path, content(1), keep=1)
+    (path / "SHA256SUMS").unlink()
+    assert same(load(path), content(1))
+    damage(path / name)
+    with pytest.raises(CheckpointError, match=f"checkpoint file .*step-00000001/{name} cannot be read: .* remove"):
         load(path)
 
 
@@ -186,6 +245,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Any) -> None
 def test_a_state_that_is_no_mapping(tmp_path: Path, text: str) -> None:
     path = save(tmp_path, content(1), keep=1)
     (path / "state.json").write_text(text)
+    seal(path)
     with pytest.raises(CheckpointError, match=r"step-00000001/state\.json cannot be read"):
         load(path)
 
@@ -194,6 +254,7 @@ def test_a_state_that_is_no_mapping(tmp_path: Path, text: str) -> None:
 def test_a_state_of_another_step(tmp_path: Path, text: str) -> None:
     path = save(tmp_path, content(1), keep=1)
     (path / "state.json").write_text(text)
+    seal(path)
     with pytest.raises(CheckpointError, match=r"state\.json is not that of the step in the folder's name"):
         load(path)
 

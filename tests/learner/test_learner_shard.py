@@ -186,7 +186,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(both: Path) -> None:
     assert not same(both / "one", both / "pieces")
     names = sorted(path.name for path in (both / "two in three" / "step-00000001").iterdir())
     kinds = [f"{kind}.{rank}.safetensors" for kind in ("optimizer", "weights") for rank in range(3)]
-    assert names == sorted([*kinds, "rng.safetensors", "state.json"])
+    assert names == sorted([*kinds, "SHA256SUMS", "rng.safetensors", "state.json"])
     learner = new_learner("offload", None)
     load_learner(both / "two in three" / "step-00000001", learner, select())
     for rank in range(3):
@@ -207,5 +207,8 @@ def test_a_piece_that_is_missing_is_noticed(both: Path, tmp_path: Path) -> None:
     for file in (both / "pieces" / "step-00000001").iterdir():
         if file.name != "weights.1.safetensors":
             (path / file.name).hardlink_to(file)
+    with pytest.raises(CheckpointError, match=r"weights\.1\.safetensors cannot be read"):
+        load_learner(path, new_learner("offload", None), select())
+    (path / "SHA256SUMS").unlink()
     with pytest.raises(CheckpointError, match="has no file with some rows of "):
         load_learner(path, new_learner("offload", None), select())

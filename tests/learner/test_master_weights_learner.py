@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
@@ -20,6 +19,7 @@ from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.workflow.export import export
+from tests.support.checkpoints import as_of_old, change
 from tests.support.learning import SMALL_LORA, load, make_learner, picture, samples_of, trajectory
 
 torch.set_num_threads(1)
@@ -181,16 +181,12 @@ def test_a_restored_learner_in_bfloat16_goes_on_bit_by_bit(tmp_path: Path, name:
     assert equal(masters(restored), unbroken[1]) and equal(weights(restored), unbroken[2])
 
 
-def change(file: Path, make: Callable[[str, Tensor], Tensor | None]) -> None:
-    content = {name: make(name, tensor) for name, tensor in load_file(file).items()}
-    save_file({name: tensor for name, tensor in content.items() if tensor is not None}, file)
-
-
 def test_weights_alone_do_not_tell_what_they_were_rounded_from(tmp_path: Path) -> None:
     loaded = narrow()
     learner = trained(loaded)
     path = write(tmp_path, learner)
     change(path / "optimizer.safetensors", lambda name, t: None if name.startswith("master.") else t)
+    as_of_old(path)
     restored = make_learner(narrow(), lr=1e-5)
     load_learner(path, restored, select())
     assert equal(weights(restored), weights(learner))
@@ -207,6 +203,7 @@ def test_a_checkpoint_of_the_time_before_masters(tmp_path: Path) -> None:
         path / "optimizer.safetensors",
         lambda name, t: None if name.startswith("master.") else t if name.startswith("step.") else t.bfloat16(),
     )
+    as_of_old(path)
     restored = make_learner(narrow(), lr=1e-5)
     load_learner(path, restored, select())
     for name, parameter in restored.parameters.items():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.types import Sample
+from tests.support.checkpoints import as_of_old, change, seal
 from tests.support.learning import (
     CPU,
     SMALL_LORA,
@@ -140,6 +142,83 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     for settings in (SETTINGS["lora"], SETTINGS["frozen"]):
         with pytest.raises(CheckpointError, match=r"step-00000002 is of another model: \['.*\] … \(\d+ names\)"):
             load_learner(path, make_learner(load(**settings)), select())
+
+
+def drop(word: str) -> Any:
+    return lambda name, tensor: None if name.startswith(word) else tensor
+
+
+def instead(word: str, new: Callable[[Tensor], Tensor]) -> Any:
+    return lambda name, tensor: new(tensor) if name.startswith(word) else tensor
+
+
+NORM = "model.language_model.layers.0.input_layernorm.weight"
+
+DAMAGE: dict[str, tuple[str, Any, str]] = {
+    "no tensor at all": ("optimizer", drop(""), r"the optimiser has no exp_avg\."),
+    "one moment is missing": ("optimizer", drop(f"exp_avg_sq.{NORM}"), rf"has no exp_avg_sq\.{NORM} \(1 tensors\)"),
+    "all moments of one": ("optimizer", lambda n, t: None if n.endswith(f".{NORM}") else t, r"has no .*\(3 tensors\)"),
+    "a count is missing": ("optimizer", drop(f"step.{NORM}"), rf"the optimiser has no step\.{NORM}"),
+    "empty": ("optimizer", instead(f"exp_avg.{NORM}", lambda t: t[:0]), rf"exp_avg\.{NORM} is F32 \[0\], not F32 \[32"),
+    "one number": ("optimizer", instead(f"exp_avg.{NORM}", lambda t: t[:1].clone()), r"is F32 \[1\], not F32 \[32\]"),
+    "a row": ("optimizer", instead("exp_avg", lambda t: t[None].clone()), r"is F32 \[1, .*\], not F32 "),
+    "many counts": (
+        "optimizer",
+        instead("step.", lambda t: torch.full((32,), 2.0)),
+        r"step\..* is F32 \[32\], not F32 \[\]",
+    ),
+    "integers": ("optimizer", instead("exp_avg_sq", lambda t: t.long()), r"exp_avg_sq\..* is I64 \["),
+    "half floats": ("weights", lambda n, t: t.half(), r"holds .* as F16, not F32 or BF16"),
+    "no random state": ("rng", drop("torch"), r"rng\.safetensors: torch is no random state"),
+    "half a random state": ("rng", lambda n, t: t[:100].clone(), r"rng\.safetensors: torch is no random state"),
+}
+
+
+OLD = ("no tensor at all", "one moment is missing", "empty", "one number", "half a random state")
+"""Found without checksums and without the list of what was never stepped, too."""
+
+
+@pytest.mark.parametrize(("name", "old"), [*((name, False) for name in DAMAGE), *((name, True) for name in OLD)])
+def test_state_that_does_not_fit_is_refused_by_name(stepped: Path, tmp_path: Path, name: str, old: bool) -> None:
+    """Also where the checksums say nothing: they were written anew, or are those of an earlier release."""
+    file, new, message = DAMAGE[name]
+    path = shutil.copytree(stepped, tmp_path / stepped.name)
+    change(path / f"{file}.safetensors", new)
+    as_of_old(path) if old else seal(path)
+    learner = make_learner(load())
+    with pytest.raises(CheckpointError, match=message):
+        load_learner(path, learner, select())
+    assert not learner.updates and (file == "rng" or not learner.optimizer.state)
+
+
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after one step."""
+    loaded = load()
+    learner = make_learner(loaded)
+    learner.step(samples_of(loaded))
+    return write(tmp_path_factory.mktemp("stepped"), learner)
+
+
+@pytest.mark.parametrize("key", ["updates", "skipped"])
+def test_a_state_without_its_values(stepped: Path, tmp_path: Path, key: str) -> None:
+    path = shutil.copytree(stepped, tmp_path / stepped.name)
+    state = json.loads((path / "state.json").read_text())
+    for value in ({}, {key: "x"}):
+        (path / "state.json").write_text(json.dumps({k: v for k, v in state.items() if k != key} | value))
+        seal(path)
+        with pytest.raises(CheckpointError, match=rf"state\.json: {key} is (None|'x'), no (int|list)"):
+            load_learner(path, make_learner(load()), select())
+
+
+def test_one_of_an_earlier_release_is_read(stepped: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(stepped, tmp_path / stepped.name)
+    as_of_old(path)
+    restored, other = make_learner(load()), make_learner(load())
+    load_learner(path, restored, select())
+    load_learner(stepped, other, select())
+    assert equal(values(restored), values(other)) and restored.updates == 1
+    assert len(restored.optimizer.state) == len(restored.parameters)
 
 
 # --- export ----------------------------------------------------------------------------------------------------------
