@@ -48,6 +48,8 @@ class Found:
     """Tasks whose system message `workflow.system_prompt` replaces."""
     unused: Counter[str] = field(default_factory=Counter)
     """Rows with a column or field that no task is made of, by its name."""
+    unplayable: int = 0
+    """Tasks whose episodes would fail."""
     ends: str | None = None
     """Where bad rows would end a run, in the order in which it reads them."""
 
@@ -109,7 +111,7 @@ def check(config: Config, limit: int | None = None) -> Iterator[Found]:
                 runner.run(_look(_tasks(tasks, source, limit, found), workflow, judged, found))
                 if source.path is not None:
                     found.unused = tasks.unused(found.rows)
-                    found.ends = None if limit else _end(tasks, config, key, source.max_skip_share)
+                    found.ends = None if limit else _end(tasks, config, key, found)
                 yield found
 
 
@@ -122,16 +124,20 @@ def _tasks(tasks: TaskSource, source: SourceConfig, limit: int | None, found: Fo
     found.faults |= tasks.skipped
 
 
-def _end(tasks: TaskSource, config: Config, key: str, share: float) -> str | None:
+def _end(tasks: TaskSource, config: Config, key: str, found: Found) -> str | None:
     """Where a run would end: bad rows that come together may end it, though their share of the file is allowed."""
     runs: dict[str, int | None] = {}
     if key == "data.train":
-        runs["a training"] = tasks.ends_after(share)
+        runs["a training"] = tasks.ends_after(found.allowed)
     if key == "data.eval" or config.data.eval is None:
-        runs["an evaluation"] = tasks.ends_after(share, config.evaluation.tasks)
+        runs["an evaluation"] = tasks.ends_after(found.allowed, config.evaluation.tasks)
     for who, rows in runs.items():
         if rows is not None:
-            return f"{who} would end after {rows} rows, of which too many cannot be used; max_skip_share is {share}"
+            share = f"max_skip_share is {found.allowed}"
+            return f"{who} would end after {rows} rows, of which too many cannot be used; {share}"
+    failed, most = found.unplayable / max(1, found.unplayable + found.usable), config.rollout.max_failed_share
+    if key == "data.train" and failed > most:
+        return f"a training would end: {failed:.0%} of its groups cannot be used; rollout.max_failed_share is {most}"
     return None
 
 
@@ -147,6 +153,7 @@ async def _look(tasks: Iterator[Task], workflow: VisionMultiTurnAgenticWorkflow,
         except (DataError, ValueError) as error:
             name = task.id if task.id not in found.faults else f"{task.id} (task {number})"
             found.faults[name] = str(error)
+            found.unplayable += 1
             continue
         finally:
             found.ids[task.id] += 1

@@ -264,6 +264,16 @@ def test_data_check_tells_what_a_training_ignores_and_meets(tmp_path: Path, fold
     assert "chat.parquet): system messages that workflow.system_prompt replaces: 1\n" in replaced.out
     assert "chat.parquet): ids that several rows have: 1, such as chat/0; extra_info.id should differ" in replaced.out
     assert replaced.code == 0 and "no task is made of: ability 4, reward_model.style 4" in replaced.out
+    stricter = checked(
+        tmp_path,
+        folder / "chat.parquet",
+        "workflow.system_prompt=Hm.",
+        "rollout.max_failed_share=0.2",
+        max_skip_share=0.3,
+    )
+    assert (
+        stricter.code == 2 and "a training would end: 25% of its groups cannot be used; rollout.max_f" in stricter.out
+    )
     plain = config_file(tmp_path, data={"train": {"path": str(folder / "good.parquet")}})
     unnamed = program("data", "check", "--config", plain, *SMALL, "reward.rule=benchmark")
     assert unnamed.code == 2 and unnamed.out.count("extra_info.benchmark is None; make the data with") == 4

@@ -198,6 +198,10 @@ def test_a_task_without_a_seed_fails_and_says_what_to_change(seed: Any) -> None:
     assert episode.error == "corridor/1: the task has no seed for a game; use data.train.generator=episodes"
     with pytest.raises(DataError):
         asyncio.run(environment().reset(Task("t", (), None, "x")))
+    with pytest.raises(
+        DataError, match="a game makes its own prompt, and would not show this; use data.train.generator"
+    ):
+        asyncio.run(environment().reset(Task("t", (Message("user", ("Which way?",)),), "up", "x", {"seed": 7})))
 
 
 # --- one seed, one episode -------------------------------------------------------------------------------------------
