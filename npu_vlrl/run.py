@@ -227,10 +227,10 @@ class Run:
         if pays and not self._told_that_failing_pays:
             self._told_that_failing_pays = True
             yield (
-                f"workflow.reward_mode=best with workflow.turn_discount={workflow.turn_discount:g} pays for failing "
+                f"workflow.reward_mode={workflow.reward_mode} with workflow.turn_discount={workflow.turn_discount:g} pays for failing "
                 f"longer: {whose} gives {lowest:g} for a wrong answer, and turn k, from 0, counts "
-                f"{workflow.turn_discount:g}^k of it; set workflow.turn_discount=1, workflow.reward_mode=sum, or a rule "
-                "that gives nothing below 0"
+                f"{workflow.turn_discount:g}^k of it; set workflow.turn_discount=1 or workflow.reward_mode=sum, or "
+                "choose a rule that gives nothing below 0"
             )
 
     def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:

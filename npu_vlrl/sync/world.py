@@ -198,7 +198,7 @@ def join(
 
 
 def _check_launch() -> tuple[int, int, int]:
-    """This process's rank, and how many processes there are, in all and on its machine, as torchrun says in variables.
+    """This process's rank, and how many processes there are in all and on its machine, as the launcher says.
 
     Raises HardwareError for those that a rendezvous would wait for in vain, without a word.
     """
