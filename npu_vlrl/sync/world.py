@@ -215,8 +215,8 @@ def _check_launch() -> tuple[int, int, int]:
     ):
         if not 0 <= number < limit:
             raise HardwareError(
-                f"{name}={number} is not below {of}={limit}: processes are numbered from 0 to {limit - 1}; correct what "
-                "the launcher was told (NODE_RANK, NNODES)"
+                f"{name}={number} is not below {of}={limit}: processes are numbered from 0 to {limit - 1}; correct "
+                "what the launcher was told (NODE_RANK, NNODES)"
             )
     address = os.environ["MASTER_ADDR"]
     try:

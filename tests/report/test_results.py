@@ -47,7 +47,7 @@ def test_an_episode_is_counted_from_its_record() -> None:
     for mode in ("best", "last", "sum"):
         found = task_result(task, [record(played)], mode, 0.5, patch_size=14)  # type: ignore[arg-type]
         (answer,) = found.answers
-        assert answer == Answer(False, True, outcome(played, mode, 0.5), 3, False)  # type: ignore[arg-type]
+        assert answer == Answer(False, True, outcome(played, mode, 0.5), 3, False, 0.0)  # type: ignore[arg-type]
     assert (found.image_type, found.category, found.benchmark) == ("photo", "left", None)
     assert found.image_pixels == 28 * 28  # the picture of the prompt, not that of the tool
     failed = Trajectory(task, "g", 1, (), EpisodeStatus.FAILED, "too long")
