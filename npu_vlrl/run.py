@@ -228,8 +228,8 @@ class Run:
             self._told_that_failing_pays = True
             gamma = f"{workflow.turn_discount:g}"
             yield (
-                f"workflow.reward_mode={workflow.reward_mode} with workflow.turn_discount={gamma} pays for failing longer: "
-                f"{whose} gives {lowest:g} for a wrong answer, and turn k, from 0, counts {gamma}^k of it; set "
+                f"workflow.reward_mode={workflow.reward_mode} with workflow.turn_discount={gamma} pays for failing "
+                f"longer: {whose} gives {lowest:g} for a wrong answer, and turn k, from 0, counts {gamma}^k of it; set "
                 "workflow.turn_discount=1 or workflow.reward_mode=sum, or choose a rule that gives nothing below 0"
             )
 
