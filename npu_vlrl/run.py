@@ -251,11 +251,11 @@ class Run:
         pays = pays_for_failing(workflow.reward_mode, workflow.turn_discount, lowest)
         if pays and not self._told_that_failing_pays:
             self._told_that_failing_pays = True
+            gamma = f"{workflow.turn_discount:g}"
             yield (
-                f"workflow.reward_mode=best with workflow.turn_discount={workflow.turn_discount:g} pays for failing "
-                f"longer: {whose} gives {lowest:g} for a wrong answer, and turn k, from 0, counts "
-                f"{workflow.turn_discount:g}^k of it; set workflow.turn_discount=1, workflow.reward_mode=sum, or a rule "
-                "that gives nothing below 0"
+                f"workflow.reward_mode={workflow.reward_mode} with workflow.turn_discount={gamma} pays for failing "
+                f"longer: {whose} gives {lowest:g} for a wrong answer, and turn k, from 0, counts {gamma}^k of it; set "
+                "workflow.turn_discount=1 or workflow.reward_mode=sum, or choose a rule that gives nothing below 0"
             )
 
     def _counters(self, learner: LearnerGroup) -> dict[str, float]:

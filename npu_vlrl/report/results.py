@@ -31,7 +31,7 @@ class Answer:
     """What training would count for the episode."""
     turns: int
     failed: bool
-    judge_failed: float | None = 0.0
+    judge_failed: float | None = None
     """Share of its judged turns on which the judge failed; None where no turn was judged."""
 
 

@@ -1,8 +1,8 @@
 """Contexts that every engine continues after each update of its weights, so that the learner can compare.
 
-They are made here, not taken from the data: they are there before the first step and after a resume, they are small, and
-they are the same in every run of a model. One has two turns and, where the model has a tower, two pictures. The first
-picture is another one for each version of the weights, so no engine has its features, and the tower runs with the
+They are made here, not taken from the data: they are there before the first step and after a resume, they are small,
+and they are the same in every run of a model. One has two turns and, where the model has a tower, two pictures. The
+first picture is another one for each version of the weights, so no engine has its features, and the tower runs with the
 weights that it has now. The second one stays the same, as does the other context: what an engine kept of old weights
 shows in them.
 """
@@ -38,7 +38,7 @@ class Probe:
     """Makes the requests, and samples of their answers."""
 
     def __init__(self, loaded: LoadedModel, renderer: Renderer, context_tokens: int) -> None:
-        """`context_tokens` is what engines have room for. Pictures are left out where they do not fit, and text is cut."""
+        """`context_tokens` is what engines have room for. Pictures that do not fit are left out, and text is cut."""
         self._loaded = loaded
         self._renderer = renderer
         self._new_tokens = min(NEW_TOKENS, context_tokens - 1)
@@ -47,9 +47,7 @@ class Probe:
     def contexts(self, version: int) -> list[tuple[Segment, ...]]:
         """Those for one version of the weights."""
         special = self._renderer.special
-        fresh, same = (
-            (_picture(seed),) if self._loaded.processor is not None else () for seed in (version + 1, 0)
-        )
+        fresh, same = ((_picture(seed),) if self._loaded.processor is not None else () for seed in (version + 1, 0))
         opened = self._renderer.open([Message("user", (*fresh, QUESTION))])
         ids = (*self._loaded.tokenizer.encode(REPLY, add_special_tokens=False), special.end_of_turn[0])
         reply = self._action(Generation(ids, (0.0,) * len(ids), (version,) * len(ids), StopReason.END_OF_TURN))

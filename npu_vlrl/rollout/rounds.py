@@ -70,7 +70,7 @@ Outcome = Generation | Exception
 """What became of a request; a ValueError is the fault of the request alone."""
 
 Check = Callable[[int], dict[str, float]]
-"""Called with the version of new weights, before a round begins with them; returns metrics, and raises what ends a run."""
+"""Called with the version of new weights before a round begins with them; returns metrics, or raises to end a run."""
 
 
 def no_check(version: int) -> dict[str, float]:

@@ -234,7 +234,7 @@ class Stream:
 
 
 def interrupted_share(groups: Sequence[Sequence[Trajectory]]) -> float | None:
-    """Share of the sampled tokens that are in turns with tokens of several versions of the weights; None without any."""
+    """Share of the sampled tokens that are in turns with tokens of several versions; None where none were sampled."""
     turns = [turn.action for group in groups for trajectory in group for turn in trajectory.turns]
     tokens = sum(map(len, turns))
     interrupted = sum(len(turn) for turn in turns if len(set(turn.weight_versions)) > 1)

@@ -198,7 +198,7 @@ def join(
 
 
 def _check_launch() -> tuple[int, int, int]:
-    """This process's rank, and how many processes there are, in all and on its machine, as torchrun says in variables.
+    """This process's rank, and how many processes there are in all and on its machine, as the launcher says.
 
     Raises HardwareError for those that a rendezvous would wait for in vain, without a word.
     """
@@ -215,8 +215,8 @@ def _check_launch() -> tuple[int, int, int]:
     ):
         if not 0 <= number < limit:
             raise HardwareError(
-                f"{name}={number} is not below {of}={limit}: processes are numbered from 0 to {limit - 1}; correct what "
-                "the launcher was told (NODE_RANK, NNODES)"
+                f"{name}={number} is not below {of}={limit}: processes are numbered from 0 to {limit - 1}; correct "
+                "what the launcher was told (NODE_RANK, NNODES)"
             )
     address = os.environ["MASTER_ADDR"]
     try:

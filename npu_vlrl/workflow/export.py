@@ -50,8 +50,8 @@ def equal(lowest: Any, highest: Any) -> Any:
 
 
 def pays_for_failing(mode: RewardMode, discount: float, lowest: float) -> bool:
-    """Whether an episode of wrong answers earns more the longer it is, where the lowest verdict of a judge is `lowest`."""
-    return mode == "best" and discount < 1 and lowest < 0
+    """Whether wrong answers earn more the longer an episode is, where a judge's lowest verdict is `lowest`."""
+    return mode != "sum" and discount < 1 and lowest < 0
 
 
 def outcome(trajectory: Trajectory, mode: RewardMode, discount: float) -> float:

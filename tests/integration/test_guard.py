@@ -1,4 +1,4 @@
-"""The probe: an engine that does not compute with the learner's weights ends the run by name, whatever the data hold."""
+"""An engine that does not compute with the learner's weights ends the run by name, whatever the data hold."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.integration.test_asynchronous import command
 from tests.support.learning import make_learner
 from tests.support.models import load, tiny_folder
 from tests.support.ranks import finish, fork, log, said
-from tests.support.scoring import plain_logprobs
 from tests.support.runs import lines
+from tests.support.scoring import plain_logprobs
 
 torch.set_num_threads(1)
 
@@ -115,7 +115,7 @@ def test_any_damaged_tensor_of_one_engine_is_noticed(stage: Stage) -> None:
         with torch.no_grad():
             tensor.add_(torch.randn(tensor.shape, generator=generator))
         stage.pair.other.weights_changed(version)
-        with pytest.raises(LearnerError, match=r"the weights engine 1 gives a token .*algorithm\.max_logprob_gap=0\.001: "):
+        with pytest.raises(LearnerError, match=r"the weights engine 1 gives a token .*\.max_logprob_gap=0\.001: "):
             stage.guard(version)
             pytest.fail(f"{name} was not noticed")
         with torch.no_grad():
@@ -173,7 +173,9 @@ def test_weights_that_are_not_finite_are_told_by_name() -> None:
 def test_nothing_counts_and_no_random_state_moves(stage: Stage) -> None:
     def state() -> list[Any]:
         vision = [(one.vision.referenced, one.vision.encoded) for one in (stage.pair, stage.pair.other)]
-        engines = [(dict(vars(one.counts)), one.weight_version, list(one._caches)) for one in (stage.pair, stage.pair.other)]
+        engines = [
+            (dict(vars(one.counts)), one.weight_version, list(one._caches)) for one in (stage.pair, stage.pair.other)
+        ]
         learner = [dict(vars(stage.learner.meter.counts)), stage.learner.vision.referenced, stage.learner.updates]
         return [vision, engines, learner, torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()]
 

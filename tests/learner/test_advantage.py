@@ -99,6 +99,13 @@ def test_no_spread_is_exactly_zero(estimator: Estimator) -> None:
 
 
 @every_estimator
+def test_rounding_is_no_spread(estimator: Estimator) -> None:
+    rewards = [0.1 + 0.2, 0.3, 0.1 + 0.2 - 0.3, 0.0, 0.0, 1.0]
+    values = estimator(np.array(rewards), ["a", "a", "b", "b", "c", "c"])
+    assert values[:4].tolist() == [0.0] * 4 and values[4] < 0 < values[5]
+
+
+@every_estimator
 def test_equal_groups_beside_an_unequal_one(estimator: Estimator) -> None:
     found = estimator(np.array([0.1, 0.1, 0.1, 0.0, 1.0]), list("aaabb"))
     assert found[:3].tolist() == [0.0] * 3

@@ -142,6 +142,17 @@ def test_the_groups_that_vary_most_are_kept() -> None:
     assert {s.group for s in most_varied(samples, 0.01)} == {"b"}
 
 
+def test_rounding_is_no_spread() -> None:
+    """0.1 + 0.2 and 0.3 are one outcome. Groups that differ by rounding alone tie, and the earlier one is kept."""
+    rows = [("a", 0.3), ("a", 0.1 + 0.2), ("b", 0.0), ("b", 0.3), ("c", 0.0), ("c", 0.1 + 0.2)]
+    samples = [
+        replace(OTHER, id=f"{group}/{i}", group=group, episode=f"{group}/{i}", outcome=value)
+        for i, (group, value) in enumerate(rows)
+    ]
+    assert {s.group for s in most_varied(samples, 0.3)} == {"b"}
+    assert {s.group for s in most_varied(samples, 0.6)} == {"b", "c"}
+
+
 def test_samples_of_an_episode_stand_together() -> None:
     with pytest.raises(AssertionError, match="do not stand together"):
         assigned([APART[0], OTHER, APART[1]], advantage="turn_grpo", kl_coef=0.0)

@@ -23,8 +23,8 @@ from npu_vlrl.workflow.export import outcome
 from tests.support.scripted import Verdicts, a_task, picture, play, workflow
 
 LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
-RIGHT, WRONG = Answer(True, True, 1.0, 1, False), Answer(False, False, 0.0, 3, False)
-LATE, FAILED = Answer(False, True, 0.5, 2, False), Answer(False, False, 0.0, 0, True)
+RIGHT, WRONG = Answer(True, True, 1.0, 1, False, 0.0), Answer(False, False, 0.0, 3, False, 0.0)
+LATE, FAILED = Answer(False, True, 0.5, 2, False, 0.0), Answer(False, False, 0.0, 0, True)
 
 
 def result(*answers: Answer, **changes: Any) -> TaskResult:
@@ -47,7 +47,7 @@ def test_an_episode_is_counted_from_its_record() -> None:
     for mode in ("best", "last", "sum"):
         found = task_result(task, [record(played)], mode, 0.5, patch_size=14)  # type: ignore[arg-type]
         (answer,) = found.answers
-        assert answer == Answer(False, True, outcome(played, mode, 0.5), 3, False)  # type: ignore[arg-type]
+        assert answer == Answer(False, True, outcome(played, mode, 0.5), 3, False, 0.0)  # type: ignore[arg-type]
     assert (found.image_type, found.category, found.benchmark) == ("photo", "left", None)
     assert found.image_pixels == 28 * 28  # the picture of the prompt, not that of the tool
     failed = Trajectory(task, "g", 1, (), EpisodeStatus.FAILED, "too long")
@@ -98,6 +98,7 @@ def test_measures_by_hand() -> None:
         }
     )
     assert list(result(RIGHT).measures()) == ["accuracy", "after_retries", "reward", "turns", "failed", "judge_failed"]
+    assert "judge_failed" not in result(FAILED).measures()  # nothing was judged
     assert list(result(RIGHT, WRONG, LATE).measures())[6:] == ["avg@3", "pass@1", "pass@2"]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from npu_vlrl.config import ConfigError
 from npu_vlrl.types import EpisodeStatus, SegmentKind, Trajectory, Verdict
-from npu_vlrl.workflow.export import export, returns_to_go, trajectory_reward
+from npu_vlrl.workflow.export import equal, export, pays_for_failing, returns_to_go, trajectory_reward
 from npu_vlrl.workflow.render import Renderer
 from tests.support.scripted import END, Verdicts, a_task, encode, flat, picture, play, processor, tokenizer, workflow
 
@@ -30,6 +30,46 @@ LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
 def test_trajectory_rewards_by_hand_with_discount_a_half(mode: Any, expected: dict) -> None:
     for rewards, value in expected.items():
         assert trajectory_reward(rewards, rewards, mode, 0.5) == pytest.approx(value)
+
+
+@given(st.permutations([0.1, 0.2, 0.3, 0.7, -0.4, 1e-9]), st.permutations([0.1, 0.2, 0.3, 0.7, -0.4, 1e-9]))
+def test_the_order_of_a_sum_changes_nothing(one: list[float], other: list[float]) -> None:
+    assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1  # as floats are added
+    assert trajectory_reward(one, one, "sum", 1.0) == trajectory_reward(other, other, "sum", 1.0)
+    nothing = [None] * len(one)  # earned by calling tools
+    assert trajectory_reward(one, nothing, "best", 1.0) == trajectory_reward(other, nothing, "best", 1.0)
+
+
+def test_a_sum_that_overflows_is_infinite_and_no_error() -> None:
+    assert trajectory_reward([1e308] * 3, [1e308] * 3, "sum", 1.0) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest", "same"),
+    [
+        (0.3, 0.1 + 0.2, True),
+        (0.0, 0.1 + 0.2 - 0.3, True),
+        (-0.3, -0.3, True),
+        (1e6 / 3, 1e6 / 3 + 1e-9, True),
+        (0.3, 0.3 + 1e-8, False),
+        (0.0, 1e-9, False),
+        (-1.0, 1.0, False),
+        (1e100, 1.1e100, False),
+    ],
+)
+def test_rewards_are_equal_but_for_rounding(lowest: float, highest: float, same: bool) -> None:
+    assert bool(equal(lowest, highest)) is same
+
+
+@given(
+    st.sampled_from(["best", "last", "sum"]),
+    st.sampled_from([0.25, 0.5, 0.9, 1.0]),
+    st.sampled_from([-1.0, -0.5, 0.0]),
+)
+def test_what_pays_for_failing_longer_is_found(mode: Any, discount: float, wrong: float) -> None:
+    """By playing: two wrong answers against three."""
+    earned = [trajectory_reward([wrong] * n, [wrong] * n, mode, discount) for n in (2, 3)]
+    assert pays_for_failing(mode, discount, wrong) is (earned[1] > earned[0])
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("best", 0.5), ("last", 0.25), ("sum", 0.75)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from math_verify import LatexExtractionConfig, parse
 
 from npu_vlrl.types import DataError, JudgeError, Verdict
-from npu_vlrl.workflow.rewards import geometry3k, make_judge, math_verify, python, tagged
+from npu_vlrl.workflow.rewards import geometry3k, lowest_reward, make_judge, math_verify, python, tagged
 from npu_vlrl.workflow.rewards.math_verify import last_box
 from npu_vlrl.workflow.thought import split_thought
 
@@ -286,3 +286,17 @@ def test_what_a_users_function_may_return(result: object, verdict: Verdict) -> N
 def test_what_a_users_function_may_not_return(result: object) -> None:
     with pytest.raises(JudgeError, match=r"mine\.py:reward returned"):
         call(result)
+
+
+# --- rewards below 0 -------------------------------------------------------------------------------------------------
+
+
+def test_the_lowest_reward_of_a_rule() -> None:
+    assert lowest_reward("math_verify", {}) == -1.0 == math_verify.score("5", "no box").reward
+    assert lowest_reward("tagged", {}) == lowest_reward("my.py:score", {}) == 0.0
+    terms = {
+        "a": {"rule": "math_verify", "weight": 0.5},
+        "b": {"rule": "tagged", "weight": 0.25},
+        "c": {"rule": "tagged", "weight": -0.125},
+    }
+    assert lowest_reward("weighted", {"terms": terms}) == -0.5 - 0.125

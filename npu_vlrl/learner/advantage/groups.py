@@ -18,7 +18,7 @@ class Centred:
     """Rewards less the mean of their group, and where each came from."""
 
     values_S: np.ndarray
-    """float64; exactly 0 throughout a group whose rewards are `equal`, whatever the rounding of them and of its mean."""
+    """float64; exactly 0 throughout a group whose rewards are `equal`, whatever was rounded."""
     group_S: np.ndarray
     """int: index of each sample's group."""
     size_G: np.ndarray
