@@ -28,9 +28,10 @@ out. A key that is not here is an error that names the nearest one.
 
 Of several files a later one wins, and the command line wins over all; what it does not name is kept. Options are of the
 game or rule that they stand beside: where `environment.name`, `reward.rule`, or the `rule` of a term of a weighted sum
-becomes another one, the `options` before it are dropped, and those that are given with it count alone. With the same name
-they are merged key by key. What a file sets in `algorithm` beside its `preset` stays when only the preset is changed; set
-it to `null` to take what the new preset fills in. Of `path` and `generator` of a data source one must be set to `null`.
+becomes another one, the `options` before it are dropped, and those that are given with it count alone. With the same
+name they are merged key by key. What a file sets in `algorithm` beside its `preset` stays when only the preset is
+changed; set it to `null` to take what the new preset fills in. Of `path` and `generator` of a data source one must be
+set to `null`.
 
 A key without a default must be given. More about groups of keys: [algorithms](algorithms.md), [losses](losses.md),
 [rewards](rewards.md), [tools](tools.md), [environments](environments.md), [asynchronous training](asynchronous.md),

@@ -56,7 +56,7 @@ def _outline(config: ModelConfig) -> tuple[Policy, ImageProcessor | None]:
 
 def shapes_folder(path: str, scratch: Path) -> Path:
     """A folder with the config.json of `path`. Raises ConfigError."""
-    if (Path(path) / "config.json").is_file() or path.startswith("tiny:"):
+    if path.startswith("tiny:") or Path(path).exists():
         return model_folder(path, scratch, seed=0, whole=False)
     if Path(path).name in published_models():
         return PUBLISHED / Path(path).name

@@ -143,6 +143,11 @@ def read_settings(folder: Path) -> Any:
             f"model.path: {folder} is of the model type {kind}; supported are {', '.join(SUPPORTED)}, which are "
             "Qwen2.5-VL, Qwen3-VL and the text models Qwen2, Qwen2.5 and Qwen3"
         )
+    if config.get("transformers_weights"):
+        raise ConfigError(
+            f"model.path: {folder / 'config.json'} names its weights by `transformers_weights`, which only some "
+            "programs read; call them model.safetensors and remove the key"
+        )
     _refuse_code(folder, objects)
     _refuse_quantised(folder, config)
     with explained(f"model.path: cannot read {folder / 'config.json'}"):

@@ -23,6 +23,8 @@ NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+DISTRIBUTED = "shard-*-model-*-of-*.safetensors"
+
 FLOATS = ("F64", "F32", "F16", "BF16")
 BUILT_IN_ATTENTION = "sdpa"
 """Until `attach` puts ours in its place: a config.json may name a kernel of the Hub, which would be downloaded."""
@@ -48,6 +50,11 @@ def read_headers(folder: Path) -> dict[str, Header] | None:
 
     Raises ConfigError for weights of another kind, and for a file that is missing, damaged, or holds no floats.
     """
+    if any(folder.glob(DISTRIBUTED)):
+        raise ConfigError(
+            f"model.path: {folder} holds a distributed checkpoint ({DISTRIBUTED}), which transformers reads before "
+            f"{SINGLE}; run `npu-vlrl export {folder} --base MODEL --out DIR` and give DIR"
+        )
     if (folder / SINGLE).exists() and (folder / INDEX).exists():
         raise ConfigError(
             f"model.path: {folder} has both {SINGLE} and {INDEX}, and programs differ in which of them they read; "

@@ -202,6 +202,14 @@ WEIGHTS: dict[str, tuple[Spoil, str]] = {
         r"names '../other.safetensors', which is no file of the folder",
     ),
     "two sets": (write("model.safetensors.index.json"), "has both model.safetensors and model.safetensors.index.json"),
+    "distributed": (
+        write("shard-00001-model-00001-of-00001.safetensors"),
+        "holds a distributed checkpoint .*, which transformers reads before model.safetensors; run `npu-vlrl export",
+    ),
+    "elsewhere": (
+        both(write("other.safetensors"), change("config.json", transformers_weights="other.safetensors")),
+        "names its weights by `transformers_weights`, .* remove the key",
+    ),
     "empty": (write("model.safetensors", b""), "model.safetensors is empty; download it again"),
     "cut": (cut, "model.safetensors is cut short or no safetensors file"),
     "lfs": (
@@ -500,6 +508,14 @@ EACH = [
     "weights: own head, said to be tied",
     "weights: missing",
 ]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_what_a_run_folder_is(command: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="it is the folder of a run; run `npu-vlrl export|--base: .* is no Hugging Face"
+    ):
+        COMMANDS[command](a_run(tmp_path / "old"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
