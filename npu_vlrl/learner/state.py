@@ -154,10 +154,9 @@ def _check_optimizer(
         shapes |= {f"{moment}.{name}": parameters[name].shape for moment in MOMENTS} | {f"step.{name}": torch.Size()}
     shapes |= {f"{MASTER}.{name}": parameters[name].shape for name in narrow}
     if difference := sorted(shapes.keys() ^ set(moved)):
-        kind = "has no" if difference[0] in shapes else "has an unknown"
+        problem = "the optimiser has no" if difference[0] in shapes else "the optimiser has an unknown"
         raise CheckpointError(
-            f"checkpoint {path}: the optimiser {kind} {difference[0]} ({len(difference)} tensors); "
-            f"{checkpoint.remedy(path)}"
+            f"checkpoint {path}: {problem} {difference[0]} ({len(difference)} tensors); {checkpoint.remedy(path)}"
         )
     _check_layout(path, moved, shapes)
 

@@ -71,7 +71,8 @@ class RunFolder:
         """Whether the chat template opens a thought, once that is known: records say what the turns of a game say."""
         self.before: Config | None = None
         """The configuration of a run that is resumed, as it was."""
-        if not os.path.isfile(self.path) and (problem := unwritable(self.path)):
+        in_the_way = os.path.exists(self.path) and not os.path.isdir(self.path)
+        if not in_the_way and (problem := unwritable(self.path)):
             raise ConfigError(f"run.dir: {self.path} cannot be used, since {problem}; choose another")
         self.resumed = (self.path / "config.yaml").is_file()
         if self.resumed:
