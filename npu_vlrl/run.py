@@ -51,7 +51,7 @@ class Run:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
         """`baseline` and `final`; they survive a stop."""
-        self._told_records = self._told_updates = 0
+        self._told_records = self._told_updates = self._told_replies = 0
         self._began = time.monotonic()
         self._seconds_before = 0.0
         """Of the processes before this one, until their checkpoint."""
@@ -163,7 +163,7 @@ class Run:
         self.sinks.scalars(step, flat)
         for error in evaluation.errors[:3]:
             self.console.line(f"evaluation skipped {error}")
-        for message in evaluation.judgements.messages():
+        for message in (*_wrong(self._new_wrong_replies()), *evaluation.judgements.messages()):
             self.console.line(f"evaluation: {message}")
         return found["all"]
 
@@ -183,6 +183,7 @@ class Run:
         metrics |= {
             "failed_groups": len(rollout.failed),
             "replaced_groups": rollout.replaced,
+            "wrong_replies": (wrong_replies := self._new_wrong_replies()),
             "skipped_records": len(self.parts.train_tasks.skipped),
             "engine/tokens_requested": counts.tokens_requested,
             "engine/tokens_prefilled": counts.tokens_prefilled,
@@ -200,12 +201,17 @@ class Run:
             failed = [trajectory for group in rollout.failed for trajectory in group]
             values = token_values(samples, learner.noted)
             self.folder.trajectories(step, [*trajectories, *failed], advantages, values)
-        for message in self._troubles(rollout, learner):
+        for message in (*_wrong(wrong_replies), *self._troubles(rollout, learner)):
             self.console.trouble(f"step {step}: {message}")
         if run.show_every and step % run.show_every == 0:
             self.console.trajectory(trajectories[0])
             self.sinks.trajectory(step, trajectories[0])
         self.console.step(step + 1, metrics, trajectories[0])
+
+    def _new_wrong_replies(self) -> int:
+        """Since the last call."""
+        before, self._told_replies = self._told_replies, self.parts.wrong_replies()
+        return self._told_replies - before
 
     def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
         """What went wrong since the last call."""
@@ -241,3 +247,12 @@ class Run:
         self.folder.summary(summary)
         self.console.summary(self.evaluations, self.folder.path)
         return summary
+
+
+def _wrong(replies: int) -> list[str]:
+    if not replies:
+        return []
+    return [
+        f"{replies} replies of judges or tools were not to their requests, and ended their processes; let no function "
+        "leave a forked process behind"
+    ]

@@ -28,8 +28,17 @@ KINDS: dict[str, Callable[[TaskResult], str | None]] = {
 
 def means(results: Sequence[TaskResult]) -> dict[str, float]:
     """Means over tasks, and their number; of none, the number alone."""
-    rows = [result.measures() for result in results]
+    rows = _rows(results)
     return {"tasks": len(rows)} | {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else ())}
+
+
+def _rows(results: Sequence[TaskResult]) -> list[dict[str, float]]:
+    """The measures of each task. Where one has `judge_disagreement`, it is 0 for those that no checker judged, as
+    `judge_failed` is.
+    """
+    rows = [result.measures() for result in results]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name, 0.0) for name in names} for row in rows]
 
 
 def means_by_source(results: Sequence[TaskResult]) -> dict[str, dict[str, float]]:
@@ -40,7 +49,7 @@ def means_by_source(results: Sequence[TaskResult]) -> dict[str, dict[str, float]
 
 def with_intervals(results: Sequence[TaskResult], seed: int) -> dict[str, Any]:
     """`{"tasks": n, measure: {"mean", "low", "high"}, …}` with 95 % intervals, by a bootstrap over tasks."""
-    rows = [result.measures() for result in results]
+    rows = _rows(results)
     if not rows:
         return {"tasks": 0}
     columns = list(rows[0])

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from npu_vlrl.config import WorkflowConfig
-from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Trajectory
+from npu_vlrl.report.verdicts import disagrees
+from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Trajectory, Turn
 from npu_vlrl.workflow.export import outcome
 
 FIRST_TURNS = 8
@@ -20,7 +21,9 @@ def rollout_metrics(
     """Means over trajectories, also of those groups that are not trained on, over turns, or over the samples that are;
     shares are in 0..1, lengths in tokens. `reward` is that of an episode, as in evaluations.
 
-    `action_tokens/turnK` is the mean over the trajectories that have a K-th turn; it is absent where none has.
+    `judge_disagreement` is the share of the answers that a checker of weight 0 judged, where one found otherwise than
+    the term that decides; `judge_checks_failed` that of the answers on which a checker failed. Both are absent without
+    checkers. `action_tokens/turnK` is the mean over the trajectories that have a K-th turn, absent where none has.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     rewards = np.array([outcome(t, workflow.reward_mode, workflow.turn_discount) for t in trajectories])
@@ -42,9 +45,21 @@ def rollout_metrics(
         "cut_turns": _share(turn.action.stop_reason is not StopReason.END_OF_TURN for turn in turns),
         "judge_errors": float(sum(turn.judge_error is not None for turn in turns)),
         "judge_failed": _share(turn.judge_error is not None for turn in turns if turn.verdict is not None),
+        **_second_checks(turns),
         "trained_groups": float(len({sample.group for sample in samples})),
         "groups_without_spread": _share(len(values) == 1 for values in groups.values()),
         **{f"status/{s.value}": _share(t.status is s for t in trajectories) for s in EpisodeStatus},
+    }
+
+
+def _second_checks(turns: Sequence[Turn]) -> dict[str, float]:
+    """How terms of weight 0 compare with the one that decides; nothing where there are none."""
+    verdicts = [turn.verdict for turn in turns if turn.verdict is not None and turn.verdict.checks]
+    found = [found for verdict in verdicts if (found := disagrees(verdict)) is not None]
+    failed = [any(isinstance(check, str) for check in verdict.checks.values()) for verdict in verdicts]
+    return {
+        **({"judge_disagreement": _share(found)} if found else {}),
+        **({"judge_checks_failed": _share(failed)} if failed else {}),
     }
 
 

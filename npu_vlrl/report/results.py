@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from npu_vlrl.report.statistics import pass_at_k, powers_of_two
+from npu_vlrl.report.verdicts import disagrees, verdict_of
 from npu_vlrl.types import EpisodeStatus, Image, Task
 from npu_vlrl.workflow.export import RewardMode, trajectory_reward
 
@@ -33,6 +34,8 @@ class Answer:
     failed: bool
     judge_failed: float = 0.0
     """Share of its judged turns on which the judge failed."""
+    judge_disagreement: float | None = None
+    """Share of the turns that a checker of weight 0 judged, where one disagreed; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,9 @@ class TaskResult:
             "failed": sum(a.failed for a in self.answers) / n,
             "judge_failed": sum(a.judge_failed for a in self.answers) / n,
         }
+        disagreement = [a.judge_disagreement for a in self.answers if a.judge_disagreement is not None]
+        if disagreement:
+            found["judge_disagreement"] = sum(disagreement) / len(disagreement)
         if n > 1:
             right = sum(a.solved for a in self.answers)
             found[f"avg@{n}"] = right / n
@@ -90,6 +96,8 @@ def answer_of(record: Mapping[str, Any], mode: RewardMode, discount: float) -> A
     turns = record["turns"]
     rewards = [turn["action"]["reward"] for turn in turns]
     verdicts = [turn["verdict"] and turn["verdict"]["reward"] for turn in turns]
+    judged = [verdict_of(turn["verdict"]) for turn in turns if turn["verdict"] is not None]
+    disagree = [found for verdict in judged if (found := disagrees(verdict)) is not None]
     unjudged = sum(turn["judge_error"] is not None for turn in turns)
     return Answer(
         first=record["solved_first_try"],
@@ -98,6 +106,7 @@ def answer_of(record: Mapping[str, Any], mode: RewardMode, discount: float) -> A
         turns=len(turns),
         failed=record["status"] == EpisodeStatus.FAILED.value,
         judge_failed=unjudged / max(1, len(verdicts) - verdicts.count(None)),
+        judge_disagreement=sum(disagree) / len(disagree) if disagree else None,
     )
 
 
