@@ -57,6 +57,8 @@ class Parts:
     """Why records of the evaluation source are left out."""
     train_sampling: Sampling
     eval_sampling: Sampling
+    wrong_replies: Callable[[], int] = lambda: 0
+    """See `WorkerPool.wrong_replies`: of all judges and tools, so far."""
 
 
 def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True) -> Parts:
@@ -111,6 +113,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
         eval_skipped,
         Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.train.seed),
         Sampling(evaluation.temperature, evaluation.top_p, evaluation.top_k, config.train.seed),
+        setting.wrong_replies,
     )
 
 
@@ -159,6 +162,8 @@ class Setting:
     """Functions that the policy is told it may call."""
     check_gold: Callable[[str], None] | None = None
     """Refuses answers of records that cannot be judged against."""
+    wrong_replies: Callable[[], int] = lambda: 0
+    """See `WorkerPool.wrong_replies`: of all judges and tools, so far."""
 
 
 def make_setting(config: Config, cleanup: ExitStack) -> Setting:
@@ -175,15 +180,17 @@ def _game(config: Config) -> Setting:
 def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
     reward, workflow = config.reward, config.workflow
     with blaming("reward"):
-        judge = make_judge(reward.rule, reward.options, workers=reward.workers, deadline_s=reward.deadline_s)
+        judge = make_judge(reward.rule, reward.options, reward.workers, reward.deadline_s, reward.memory_mib)
     cleanup.callback(judge.close)
     with blaming("workflow.tools"):
-        toolbox = Toolbox(workflow.tools, workers=workflow.tool_workers, deadline_s=workflow.tool_deadline_s)
+        limits = workflow.tool_workers, workflow.tool_deadline_s, workflow.tool_memory_mib
+        toolbox = Toolbox(workflow.tools, *limits)
     cleanup.callback(toolbox.close)
     return Setting(
         lambda processor, _: VisualQA(workflow, judge, toolbox, reward.failed_reward, processor),
         toolbox.schemas() if workflow.describe_tools else (),
         judge.check_gold,
+        lambda: judge.wrong_replies + toolbox.wrong_replies,
     )
 
 

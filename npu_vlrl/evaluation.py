@@ -119,4 +119,6 @@ class Evaluation:
         self.errors += [record["error"] for record in records if record["error"] is not None]
         for record in records:
             for turn in record["turns"]:
-                self.judgements.count(record["task"], turn["verdict"] is not None, turn["judge_error"])
+                verdict = turn["verdict"]
+                checks = (verdict or {}).get("checks", {})
+                self.judgements.count(record["task"], verdict is not None, turn["judge_error"], checks)

@@ -23,6 +23,7 @@ from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.model.load import load_processor, model_folder
 from npu_vlrl.report.console import printable
+from npu_vlrl.report.verdicts import labelled_terms
 from npu_vlrl.types import (
     Environment,
     EpisodeStatus,
@@ -250,7 +251,7 @@ def _terms(step: Step) -> Mapping[str, float]:
     """What a turn earned, by name; judges need not name their terms."""
     if step.verdict is None:
         return {"tools": step.reward}
-    return step.verdict.terms or {"answer": step.reward}
+    return labelled_terms(step.verdict) or {"answer": step.reward}
 
 
 def _listed(terms: Mapping[str, float]) -> str:

@@ -66,11 +66,11 @@ class Run:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
         """`baseline` and `final`; they survive a stop."""
-        self._told_records = self._told_updates = 0
         self._told_that_failing_pays = False
         if not config.environment.is_game:
             for message in self._failing_pays(lowest_reward(config.reward.rule, config.reward.options), "reward.rule"):
                 self.console.line(message)
+        self._told_records = self._told_updates = self._told_replies = 0
         self._began = time.monotonic()
         self._seconds_before = 0.0
         """Of the processes before this one, until their checkpoint."""
@@ -208,7 +208,7 @@ class Run:
         self.sinks.scalars(step, flat)
         for error in evaluation.errors[:3]:
             self.console.line(f"evaluation skipped {error}")
-        for message in evaluation.judgements.messages():
+        for message in (*_wrong(self._new_wrong_replies()), *evaluation.judgements.messages()):
             self.console.line(f"evaluation: {message}")
         return found["all"]
 
@@ -227,6 +227,7 @@ class Run:
         metrics |= {
             "failed_groups": len(rollout.failed),
             "replaced_groups": rollout.replaced,
+            "wrong_replies": (wrong_replies := self._new_wrong_replies()),
             "skipped_records": len(self.parts.train_tasks.skipped),
             **self._counters(learner),
             "peak_memory_gib": self.parts.platform.peak_memory_bytes() / 2**30,
@@ -238,7 +239,7 @@ class Run:
             failed = [trajectory for group in rollout.failed for trajectory in group]
             values = token_values(samples, learner.noted)
             self.folder.trajectories(step, [*trajectories, *failed], advantages, values)
-        for message in self._troubles(rollout, learner):
+        for message in (*_wrong(wrong_replies), *self._troubles(rollout, learner)):
             self.console.trouble(f"step {step}: {message}")
         if run.show_every and step % run.show_every == 0:
             self.console.trajectory(trajectories[0])
@@ -271,6 +272,11 @@ class Run:
             "images_encoded": vision.encoded + counts.images_encoded,
         }
         return {name: count + self._counted_before.get(name, 0) for name, count in own.items()}
+
+    def _new_wrong_replies(self) -> int:
+        """Since the last call."""
+        before, self._told_replies = self._told_replies, self.parts.wrong_replies()
+        return self._told_replies - before
 
     def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
         """What went wrong since the last call."""
@@ -310,3 +316,12 @@ class Run:
         self.folder.summary(summary)
         self.console.summary(self.evaluations, self.folder.path)
         return summary
+
+
+def _wrong(replies: int) -> list[str]:
+    if not replies:
+        return []
+    return [
+        f"{replies} replies of judges or tools were not to their requests, and ended their processes; let no function "
+        "leave a forked process behind"
+    ]

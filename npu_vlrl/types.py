@@ -18,6 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+MAX_REWARD = 1e6
+"""Bound of what an answer, a tool call or a move may earn: far beyond it advantages overflow, and others are lost."""
+
 
 class SegmentKind(StrEnum):
     """Who wrote a segment: the task, the policy, or the world answering the policy."""
@@ -275,7 +278,9 @@ class Verdict:
     feedback: str | None = None
     """What to tell the model instead of `workflow.feedback`."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """The weighted terms that add up to `reward`."""
+    """The weighted terms that add up to `reward`; and the own reward of each term of `checks`, no part of it."""
+    checks: Mapping[str, bool | str] = field(default_factory=dict)
+    """Terms of weight 0: whether each found the answer solved, or why it failed."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from npu_vlrl.config.base import Count, CountOrOff, NonNegative, Positive, Section, Share, at_home
+from npu_vlrl.config.base import Count, CountOrOff, Earned, NonNegative, Positive, Section, Share, at_home
 from npu_vlrl.config.training import AlgorithmConfig, CriticConfig, OptimConfig, TrainConfig, WarmStartConfig
+from npu_vlrl.types import MAX_REWARD
 
 
 class RunConfig(Section):
@@ -112,7 +113,7 @@ class DataConfig(Section):
 
 ANSWERS = (
     *("feedback", "retry_when", "tools", "describe_tools"),
-    *("tool_error_reward", "tool_call_reward", "tool_workers", "tool_deadline_s"),
+    *("tool_error_reward", "tool_call_reward", "tool_workers", "tool_deadline_s", "tool_memory_mib"),
 )
 """Fields of `workflow` that only `visual_qa` has a use for."""
 
@@ -139,19 +140,22 @@ class WorkflowConfig(Section):
     """Registered names, or `path/to/file.py:function`."""
     describe_tools: bool = True
     """Puts the tools' schemas in the system message."""
-    tool_error_reward: float = 0.0
+    tool_error_reward: Earned = 0.0
     """Reward of a turn whose tool call failed."""
-    tool_call_reward: float = 0.0
+    tool_call_reward: Earned = 0.0
     """Reward of a turn whose tool calls all worked."""
     tool_workers: Count = 1
     """Processes of each tool from a file of your own."""
     tool_deadline_s: Positive = 10.0
     """Seconds after which a call of such a tool is stopped and told to the model as an error."""
+    tool_memory_mib: CountOrOff = 4096
+    """Resident memory of such a process and of those that it starts, in MiB; one that takes more is stopped, and the
+    call is told to the model as an error. 0 disables."""
     turn_tokens: Count = 512
     """Tokens the policy may sample in one turn."""
     overlong_tokens: CountOrOff = 0
     """The last tokens of `turn_tokens`, over which a penalty rises from 0 to `overlong_penalty`; 0 disables."""
-    overlong_penalty: NonNegative = 1.0
+    overlong_penalty: Annotated[float, Field(ge=0, le=MAX_REWARD)] = 1.0
     """Taken from the reward of a turn that uses up its `turn_tokens`, and from its episode's."""
     context_tokens: Annotated[int, Field(ge=2)] = 4096
     """Tokens of a whole episode, images included."""
@@ -184,7 +188,7 @@ class EnvironmentConfig(Section):
     """Actions that count in a turn."""
     separator: Annotated[str, Field(min_length=1)] = ","
     """What stands between actions."""
-    format_reward: float = 0.5
+    format_reward: Earned = 0.5
     """Reward of a turn in the right format that names only actions of the game."""
     explain: bool = True
     """Tells rules, actions and format at the start; a warm start can teach them instead."""
@@ -205,7 +209,10 @@ class RewardConfig(Section):
     """Judge processes."""
     deadline_s: Positive = 5.0
     """Seconds after which a judge is killed; the answer scores `failed_reward` and is counted."""
-    failed_reward: float = 0.0
+    memory_mib: CountOrOff = 4096
+    """Resident memory of a judge process and of those that it starts, in MiB; one that takes more is killed as a late
+    one is. 0 disables."""
+    failed_reward: Earned = 0.0
     """Reward of an answer whose judge failed or was killed."""
 
     _home = at_home("rule")

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from npu_vlrl.report.dashboard import Dashboard
+from npu_vlrl.report.verdicts import labelled_terms
 from npu_vlrl.types import SegmentKind, Trajectory
 
 SHOWN = ("reward", "first_try_accuracy", "solved", "turns", "entropy", "kl", "logprob_gap", "update/mfu", "seconds")
@@ -64,7 +65,7 @@ class ConsoleReport:
         lines += [f"  {m.role:9} | {_shown(m.text, len(m.images))}" for m in trajectory.task.messages]
         for turn in trajectory.turns:
             stop = turn.action.stop_reason
-            terms = turn.verdict.terms.items() if turn.verdict else ()
+            terms = labelled_terms(turn.verdict).items() if turn.verdict else ()
             earned = f"[{stop and stop.value}, reward {turn.action.reward:g}"
             earned += "".join(f", {name} {value:g}" for name, value in terms) + "]"
             if turn.state is not None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from npu_vlrl.config import WorkflowConfig
-from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Trajectory
+from npu_vlrl.report.verdicts import disagrees
+from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Trajectory, Turn
 from npu_vlrl.workflow.export import equal, outcome
 
 FIRST_TURNS = 8
@@ -21,7 +22,9 @@ def rollout_metrics(
     shares are in 0..1, lengths in tokens. `reward` is that of an episode, as in evaluations.
 
     What would be a mean or share of nothing is left out: `judge_failed` where no turn was judged, `action_tokens/turnK`
-    where no trajectory has a K-th turn.
+    where no trajectory has a K-th turn. `judge_disagreement` is the share of the answers that a checker of weight 0
+    judged, where one found otherwise than the term that decides; `judge_checks_failed` that of the answers on which a
+    checker failed.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     rewards = np.array([outcome(t, workflow.reward_mode, workflow.turn_discount) for t in trajectories])
@@ -43,9 +46,21 @@ def rollout_metrics(
         **_mean("cut_turns", (turn.action.stop_reason is not StopReason.END_OF_TURN for turn in turns)),
         "judge_errors": float(sum(turn.judge_error is not None for turn in turns)),
         **_mean("judge_failed", (turn.judge_error is not None for turn in turns if turn.verdict is not None)),
+        **_second_checks(turns),
         "trained_groups": float(len({sample.group for sample in samples})),
         **_mean("groups_without_spread", (equal(min(values), max(values)) for values in groups.values())),
         **{f"status/{s.value}": sum(t.status is s for t in trajectories) / len(trajectories) for s in EpisodeStatus},
+    }
+
+
+def _second_checks(turns: Sequence[Turn]) -> dict[str, float]:
+    """How terms of weight 0 compare with the one that decides; nothing where there are none."""
+    verdicts = [turn.verdict for turn in turns if turn.verdict is not None and turn.verdict.checks]
+    found = [found for verdict in verdicts if (found := disagrees(verdict)) is not None]
+    failed = [any(isinstance(check, str) for check in verdict.checks.values()) for verdict in verdicts]
+    return {
+        **_mean("judge_disagreement", found),
+        **_mean("judge_checks_failed", failed),
     }
 
 

@@ -53,6 +53,7 @@ class VerdictRecord(TypedDict):
     reward: float
     solved: bool
     terms: NotRequired[dict[str, float]]
+    checks: NotRequired[dict[str, bool | str | None]]
 
 
 class CallRecord(TypedDict):

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image as PillowImage
 
 from npu_vlrl.report.record_schema import read_record
+from npu_vlrl.report.verdicts import verdict_of
 from npu_vlrl.types import (
     DataError,
     EpisodeStatus,
@@ -26,7 +27,6 @@ from npu_vlrl.types import (
     ToolResult,
     Trajectory,
     Turn,
-    Verdict,
 )
 
 TRAINED = re.compile(r"(step\d+\.\d+|task\d+)/")
@@ -90,7 +90,7 @@ class Recorded:
             context=(*kept, *map(self._segment, record["new_context"])),
             action=self._segment(record["action"]),
             text=record["text"],
-            verdict=verdict and Verdict(verdict["reward"], verdict["solved"], terms=verdict["terms"]),
+            verdict=verdict and verdict_of(verdict),
             tool_calls=tuple(ToolCall(call["name"], call["arguments"]) for call in record["tool_calls"]),
             tool_results=tuple(
                 ToolResult(result["text"], tuple(map(self._image, result["images"])), result["error"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from npu_vlrl.report.statistics import pass_at_k, powers_of_two
+from npu_vlrl.report.verdicts import disagrees, verdict_of
 from npu_vlrl.types import EpisodeStatus, Image, Task
 from npu_vlrl.workflow.export import RewardMode, trajectory_reward
 
@@ -33,6 +34,8 @@ class Answer:
     failed: bool
     judge_failed: float | None = None
     """Share of its judged turns on which the judge failed; None where no turn was judged."""
+    judge_disagreement: float | None = None
+    """Share of the turns that a checker of weight 0 judged, where one disagreed; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,9 @@ class TaskResult:
         }
         if judged := [a.judge_failed for a in self.answers if a.judge_failed is not None]:
             found["judge_failed"] = sum(judged) / len(judged)
+        disagreement = [a.judge_disagreement for a in self.answers if a.judge_disagreement is not None]
+        if disagreement:
+            found["judge_disagreement"] = sum(disagreement) / len(disagreement)
         if n > 1:
             right = sum(a.solved for a in self.answers)
             found[f"avg@{n}"] = right / n
@@ -93,15 +99,17 @@ def answer_of(record: Mapping[str, Any], mode: RewardMode, discount: float) -> A
     turns = record["turns"]
     rewards = [turn["action"]["reward"] for turn in turns]
     verdicts = [turn["verdict"] and turn["verdict"]["reward"] for turn in turns]
+    judged = [verdict_of(turn["verdict"]) for turn in turns if turn["verdict"] is not None]
+    disagree = [found for verdict in judged if (found := disagrees(verdict)) is not None]
     unjudged = sum(turn["judge_error"] is not None for turn in turns)
-    judged = len(verdicts) - verdicts.count(None)
     return Answer(
         first=record["solved_first_try"],
         solved=record["solved"],
         reward=trajectory_reward(rewards, verdicts, mode, discount),
         turns=len(turns),
         failed=record["status"] == EpisodeStatus.FAILED.value,
-        judge_failed=unjudged / judged if judged else None,
+        judge_failed=unjudged / len(judged) if judged else None,
+        judge_disagreement=sum(disagree) / len(disagree) if disagree else None,
     )
 
 

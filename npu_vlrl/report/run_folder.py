@@ -21,6 +21,7 @@ from npu_vlrl.config import Config, ConfigError, dump_config, load_config
 from npu_vlrl.disk import unwritable, write_text, write_whole, writing
 from npu_vlrl.report.lines import read_lines
 from npu_vlrl.report.token_values import TokenValues
+from npu_vlrl.report.verdicts import verdict_record
 from npu_vlrl.sync.disk import FOLDER as WEIGHTS
 from npu_vlrl.types import Image, Segment, Trajectory
 from npu_vlrl.workflow.environments.formats import Format, make_format
@@ -35,8 +36,8 @@ FREE: Any = {
     "train": {"steps", "learners", "shard", "offload", "threads"},
     "model": {"gradient_checkpointing"},
     "data": {"train": {"path", "max_skip_share"}},
-    "workflow": {"tool_workers", "tool_deadline_s"},
-    "reward": {"workers", "deadline_s"},
+    "workflow": {"tool_workers", "tool_deadline_s", "tool_memory_mib"},
+    "reward": {"workers", "deadline_s", "memory_mib"},
     "rollout": {"cache_mib", "feature_cache_mib", "record", "max_failed_share"},
     "algorithm": {"max_logprob_gap"},
     "optim": {"micro_batch_tokens", "logprob_chunk"},
@@ -265,7 +266,7 @@ def _turn_record(
         "continues": continues,
         "new_context": [_segment_record(s) for s in (turn.context[len(kept) :] if continues else turn.context)],
         "action": {**_segment_record(turn.action), **values},
-        "verdict": verdict and {"reward": verdict.reward, "solved": verdict.solved, "terms": dict(verdict.terms)},
+        "verdict": verdict and verdict_record(verdict),
         "tool_calls": [{"name": c.name, "arguments": dict(c.arguments)} for c in turn.tool_calls],
         "tool_results": [
             {"text": r.text, "images": [i.hash for i in r.images], "error": r.error} for r in turn.tool_results

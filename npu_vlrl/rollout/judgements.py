@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from npu_vlrl.types import Trajectory
@@ -26,6 +26,8 @@ class Judgements:
     answers: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     """How many answers met each message, without the name of the task."""
+    checks: Counter[str] = field(default_factory=Counter)
+    """The same for second checkers, which have no say."""
 
     @property
     def failed(self) -> int:
@@ -34,19 +36,25 @@ class Judgements:
     def add(self, trajectories: Iterable[Trajectory]) -> None:
         for trajectory in trajectories:
             for turn in trajectory.turns:
-                self.count(trajectory.task.id, turn.verdict is not None, turn.judge_error)
+                checks = turn.verdict.checks if turn.verdict is not None else {}
+                self.count(trajectory.task.id, turn.verdict is not None, turn.judge_error, checks)
 
-    def count(self, task: str, answer: bool, error: str | None) -> None:
-        """A turn of an episode of `task`."""
+    def count(self, task: str, answer: bool, error: str | None, checks: Mapping[str, bool | str]) -> None:
+        """A turn of an episode of `task`; `checks`: those of its verdict."""
         self.answers += answer
         if error is not None:
-            self.failures[error.removeprefix(f"{task}: ").removeprefix(f"task {task}: ")] += 1
+            self.failures[_without(task, error)] += 1
+        for name, found in checks.items():
+            if isinstance(found, str):
+                self.checks[f"{name}: {_without(task, found)}"] += 1
 
     def messages(self) -> list[str]:
         """Each message once, the most frequent first."""
         found = [f"the judge failed on {n} of {self.answers} answers: {m}" for m, n in self.failures.most_common(SHOWN)]
         rest = self.failed - sum(n for _, n in self.failures.most_common(SHOWN))
-        return [*found, *([f"the judge failed on {rest} of {self.answers} answers in other ways"] if rest else [])]
+        found += [f"the judge failed on {rest} of {self.answers} answers in other ways"] if rest else []
+        checks = self.checks.most_common(SHOWN)
+        return [*found, *(f"a checker of weight 0 failed on {n} of {self.answers} answers: {m}" for m, n in checks)]
 
     def check(self, max_share: float, where: str) -> None:
         """Raises RolloutError, with the judge's messages, when it failed on more than `max_share` of the answers."""
@@ -57,3 +65,7 @@ class Judgements:
                 f"rollout.max_failed_share={max_share:g}; mend the reward, or raise reward.deadline_s or that share:"
                 f"\n  {told}"
             )
+
+
+def _without(task: str, error: str) -> str:
+    return error.removeprefix(f"{task}: ").removeprefix(f"task {task}: ")

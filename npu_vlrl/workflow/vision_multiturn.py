@@ -25,6 +25,7 @@ from npu_vlrl.types import (
     Turn,
 )
 from npu_vlrl.workflow.render import Conversation, Renderer
+from npu_vlrl.workflow.texts import mended
 from npu_vlrl.workflow.tools.describe import describe_tools
 
 
@@ -113,7 +114,7 @@ class VisionMultiTurnAgenticWorkflow:
     def _text(self, generation: Generation) -> str:
         if generation.logprobs is None or None in generation.logprobs:
             raise ValueError("the engine returned no logprob for some of its tokens; make it return one for each")
-        return self.renderer.decode(generation.token_ids)
+        return mended(self.renderer.decode(generation.token_ids))  # a tokenizer in Python may decode half a pair
 
     def _action(self, generation: Generation, reward: float, budget: int) -> Segment:
         stop = generation.stop_reason

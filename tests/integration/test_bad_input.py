@@ -214,7 +214,7 @@ def test_a_reward_function_of_verl_gets_what_its_parameters_name(tmp_path: Path)
     assert [(v.reward, v.solved, v.terms) for v in verdicts] == [(1, True, {"length": 2}), (0, False, {"length": 4})]
 
 
-@pytest.mark.parametrize("parameters", ["", "task, text", "a, b, c, d, e", "*, task, text, history, images"])
+@pytest.mark.parametrize("parameters", ["", "a, b, c, d", "data_sourcez, solution_strz, truths, extras", "*given"])
 def test_a_reward_function_with_other_parameters_is_refused_at_once(tmp_path: Path, parameters: str) -> None:
     (tmp_path / "mine.py").write_text(f"def reward({parameters}): return 1.0")
     source = config_file(tmp_path, data={"train": {"generator": "photo"}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from npu_vlrl.report.evaluated import means_by_source
 from npu_vlrl.report.metrics import FIRST_TURNS, rollout_metrics, throughput
 from npu_vlrl.report.results import task_result
 from npu_vlrl.report.run_folder import trajectory_record
+from npu_vlrl.report.verdicts import labelled_terms, verdict_of
+from npu_vlrl.rollout.judgements import Judgements
 from npu_vlrl.types import EpisodeStatus, JudgeError, StopReason, Trajectory, Verdict
 from npu_vlrl.workflow.export import export
 from tests.support.scripted import Verdicts, a_task, cut, encode, picture, play, workflow
@@ -88,6 +91,42 @@ def test_rewards_are_of_all_episodes_whatever_is_trained_on_and_however() -> Non
     kept = rollout_metrics(trajectories, export(trajectories[:2], "individual", "best", 0.5, "tiny"), settings)
     told = ("reward", "reward_std", "groups_without_spread")
     assert [kept[name] for name in told] == [found[name] for name in told] and kept["trained_groups"] == 1
+
+
+def test_second_checkers_are_compared_with_the_term_that_decides() -> None:
+    def of(solved: bool, *checks: bool | str) -> Verdict:
+        return Verdict(float(solved), solved, checks={f"c{k}": check for k, check in enumerate(checks)})
+
+    done = [
+        episode(0, "a", [LOOK, "a", "up"], of(False, False, True), of(True, True, True)),  # one of two disagrees
+        episode(1, "a", ["a", "b", "c"], of(False, False, "late"), of(False, "late", "late"), of(False, True)),
+        episode(0, "b", ["a", "up"], WRONG, RIGHT),  # no checker
+        episode(1, "b", ["up"], of(True, True)),
+    ]
+    metrics = rollout_metrics(done, export(done, "concat", "best", 1.0, "tiny"), WorkflowConfig())
+    assert metrics["judge_disagreement"] == 2 / 5  # the answer on which both checkers failed decides nothing
+    assert metrics["judge_checks_failed"] == 2 / 6
+    found = by_source(done, "best", 1.0)["all"]
+    assert found["judge_disagreement"] == pytest.approx((1 / 2 + 1 / 2 + 0) / 3)  # and nothing where no checker was
+    assert list(found)[-1] == "judge_disagreement"
+    alone = rollout_metrics(done[2:3], export(done[2:3], "concat", "best", 1.0, "tiny"), WorkflowConfig())
+    assert not [name for name in (*alone, *by_source(done[2:3], "best", 1.0)["all"]) if name.startswith("judge_dis")]
+    judgements = Judgements()
+    judgements.add(done)
+    assert judgements.messages() == [
+        "a checker of weight 0 failed on 2 of 8 answers: c1: late",
+        "a checker of weight 0 failed on 1 of 8 answers: c0: late",
+    ]
+    judgements.check(0.0, "step0")  # they do not end a run
+
+
+def test_checks_survive_the_records() -> None:
+    verdict = Verdict(1.0, True, terms={"a": 1.0, "b": 0.5}, checks={"b": False, "c": "late"})
+    record = json.loads(json.dumps(trajectory_record(episode(0, "a", ["up"], verdict), {})))["turns"][0]["verdict"]
+    assert record == {"reward": 1.0, "solved": True, "terms": {"a": 1.0, "b": 0.5}, "checks": {"b": False, "c": "late"}}
+    assert verdict_of(record) == verdict
+    assert labelled_terms(verdict) == {"a": 1.0, "b (weight 0)": 0.5}
+    assert verdict_of({"reward": 0.0, "solved": False, "terms": {}}) == Verdict(0.0, False)  # of an earlier version
 
 
 def by_source(done: Sequence[Trajectory], mode: Any, discount: float) -> dict[str, dict[str, float]]:

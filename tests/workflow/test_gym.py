@@ -250,6 +250,7 @@ def test_a_renderer_that_is_not_installed_is_told_at_once(monkeypatch: pytest.Mo
     [
         ({"raises": True}, "Corridor-v0: its step cannot be used: KeyError: 'lost'"),
         ({"reward": float("nan")}, "Corridor-v0: the reward of Right is nan, which is not finite"),
+        ({"reward": -1e308}, "Corridor-v0: the reward of Right is -1e+308, which is beyond ±1e+06"),
         ({"reward": float("inf")}, "Corridor-v0: the reward of Right is inf"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_hostile_answer_costs_the_deadline_and_the_next_is_judged_right(math_p
 
 def test_starting_is_not_part_of_the_deadline(tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
-    slow.write_text("import time; time.sleep(1.0)\ndef reward(*_): return True\ndef late(*_): time.sleep(1.0)")
+    slow.write_text("import time; time.sleep(1.0)\ndef reward(text): return True\ndef late(text): time.sleep(1.0)")
     pool = make_judge(f"{slow}:reward", {}, workers=1, deadline_s=0.5)
     assert judge(pool, "").solved
     pool.close()
@@ -342,7 +342,7 @@ def test_a_forgotten_pool_ends_its_processes(user_file: Path) -> None:
 
 
 def test_workers_end_with_the_program_even_if_it_is_killed(user_file: Path) -> None:
-    """A program that leaves without closing, then one killed while its worker hangs: the kernel's alarm ends that."""
+    """A program that leaves without closing, then one killed while its worker hangs: its supervisor ends that."""
     program = (
         "import asyncio, os, sys\n"
         "from npu_vlrl.types import Task\n"
@@ -384,7 +384,7 @@ def test_what_a_worker_says_on_its_socket(user_file: Path) -> None:
 
     def talk(options: dict, *requests: tuple[dict, list[Image]]) -> list[dict]:
         ours, theirs = Pipe()
-        setup = {"service": "npu_vlrl.workflow.rewards.worker", "options": options, "deadline_s": 30.0}
+        setup = {"service": "npu_vlrl.workflow.rewards.worker", "options": options}
         thread = threading.Thread(target=serve, args=(theirs, setup))
         thread.start()
         replies = [receive(ours)[0]]
@@ -410,7 +410,7 @@ def test_what_a_worker_says_on_its_socket(user_file: Path) -> None:
     assert fault["error"].startswith("raised AttributeError")
 
     setup = {"rule": "python", "options": {"function": f"{user_file}:reward"}}
-    request = {"task": {"id": "t"}, "text": "raise", "history": []}
+    request = {"task": {"id": "t"}, "text": "raise", "history": [], "messages": []}
     nines = Image(np.full((1, 2, 3), 9, np.uint8))
     _, broken, seen = talk(setup, (request, [nines]), ({**request, "text": "look"}, [nines]))
     assert "KeyError" in broken["error"]

@@ -130,6 +130,12 @@ FAILED = {
     ),
     "not a number": ("def act(self, action): return Move({'step': None})", "a Move that cannot be used .*; give terms"),
     "not finite": ("def act(self, action): return Move({'step': np.nan})", "which is not finite; give finite numbers"),
+    "too much": ("def act(self, action): return Move({'a': 1e308})", r"earned {'a': 1e\+308}; give at most 1e\+06 for"),
+    "half a pair": (
+        r"def act(self, action): return Move({'a\ud800': 1})",
+        "of a term holds half a surrogate pair",
+    ),
+    "bad message": (r"def act(self, action): raise ValueError('\udc00')", r"raised ValueError: .udc00"),
     "unclear": ("def act(self, action): return Move(over=RGB > 0)", "a Move that cannot be used"),
 }
 

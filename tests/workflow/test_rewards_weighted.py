@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from npu_vlrl.report.verdicts import disagrees
 from npu_vlrl.types import DataError, JudgeError, Message, Task, Verdict
 from npu_vlrl.workflow.rewards import RULES, JudgePool, WeightedJudge, make_judge
 
@@ -75,13 +76,57 @@ def test_solved_by_another_term_and_feedback_of_all(file: Path) -> None:
     judge = make_judge("weighted", options, 1, 10.0)
     assert ask(judge, "<answer>4</answer>").solved
     verdict = ask(judge, "\\boxed{5}")
-    assert not verdict.solved and verdict.terms["again"] == 0.0
+    assert not verdict.solved and verdict.terms["again"] == 1.0
     said = str(ask(judge, "x" * 60).feedback)
     judge.close()
     assert said == (
         "Your answer has no \\boxed{}. Put your final answer in \\boxed{}. Be brief. "
         "Your answer holds no angle. Write it in degrees as <answer>90</answer>."
     )
+
+
+SECOND = """
+import time
+
+def second(text):
+    if "hang" in text:
+        time.sleep(60)
+    return {"reward": 7.0, "solved": "yes" in text, "feedback": "Of the second checker."}
+"""
+
+
+def test_a_term_of_weight_0_is_recorded_with_its_own_reward_and_has_no_say(tmp_path: Path) -> None:
+    (tmp_path / "second.py").write_text(SECOND)
+    both = {
+        "accuracy": {"rule": "tagged", "weight": 2, "options": {"format_weight": 0}},
+        "second": {"rule": f"{tmp_path}/second.py:second", "weight": 0},
+    }
+    judge = make_judge("weighted", {"terms": both}, 1, 2.0)
+    right = ask(judge, "yes <answer>5</answer>")
+    assert right == Verdict(2.0, True, None, {"accuracy": 2.0, "second": 7.0}, {"second": True})
+    assert disagrees(right) is False
+    wrong = ask(judge, "yes <answer>6</answer>")
+    assert wrong == Verdict(0.0, False, None, {"accuracy": 0.0, "second": 7.0}, {"second": True})
+    assert disagrees(wrong) is True
+    unknown = ask(judge, "hang <answer>5</answer>")  # a checker that fails costs the answer nothing
+    assert (unknown.reward, unknown.solved, unknown.terms, disagrees(unknown)) == (2.0, True, {"accuracy": 2.0}, None)
+    assert unknown.checks == {"second": "task t/1: the rule 'python' took longer than 2 s and was stopped"}
+    judge.close()
+    deciding = make_judge("weighted", {"terms": both, "solved_by": "second"}, 1, 10.0)
+    verdict = ask(deciding, "yes <answer>6</answer>")
+    assert verdict == Verdict(0.0, True, "Of the second checker.", {"accuracy": 0.0, "second": 7.0}, {"second": True})
+    deciding.close()
+
+
+def test_a_sum_beyond_what_an_answer_may_earn_is_the_judges_failure(tmp_path: Path) -> None:
+    (tmp_path / "much.py").write_text("def much(text): return 1e6\n")
+    much = {"rule": f"{tmp_path}/much.py:much"}
+    judge = make_judge("weighted", {"terms": {"a": {**much, "weight": 1}, "b": {**much, "weight": 1e-3}}}, 1, 10.0)
+    with pytest.raises(
+        JudgeError, match=r"task t/1: the weighted sum is 1\.001e\+06, beyond ±1e\+06; lower the weights"
+    ):
+        ask(judge, "5")
+    judge.close()
 
 
 @pytest.mark.parametrize("hostile", ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{(10^{8})!}", "hang"])
@@ -115,6 +160,8 @@ def test_golds_are_checked_by_every_term(judge: WeightedJudge) -> None:
         ({"terms": {"a": {"rule": "tagged", "weight": "1"}}}, "reward term 'a': weight is '1'"),
         ({"terms": {"a": {"rule": "tagged", "weight": True}}}, "weight is True; it must be a finite number"),
         ({"terms": {"a": {"rule": "tagged", "weight": float("nan")}}}, "weight is nan"),
+        ({"terms": {"a": {"rule": "tagged", "weight": -1e308}}}, "weight is -1e.308; it must be a finite number of at"),
+        ({"terms": {"a": {"rule": "tagged", "weight": 10**400}}}, "it must be a finite number of at most ±1e"),
         ({"terms": {"a": {"rule": "tagged", "weight": 1, "options": [1]}}}, "options a mapping"),
         ({"terms": {"a": {"rule": 3, "weight": 1}}}, "rule must be a name"),
         (

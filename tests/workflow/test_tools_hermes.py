@@ -135,6 +135,8 @@ def test_hostile_text_is_read_in_linear_time() -> None:
         ('{"angle": 1e999}', "1e999 is too large a number"),
         ('"{\\"angle\\": -1e999}"', 'its "arguments" are a string that is not JSON'),
         ('{"a": ' + "[" * 32 + "]" * 32 + "}", 'its "arguments" are nested more than 32 deep'),
+        (r'{"a": ["b", {"c": "\ud83d"}]}', "its JSON holds half a surrogate pair, '\\ud83d' (character 1)"),
+        (r'{"a\udfff": 1}', "its JSON holds half a surrogate pair, '\\udfff' (character 2)"),
         ('{"a": ' + "[" * 500 + "]" * 500 + "}", 'its "arguments" are nested more than 32 deep'),
     ],
 )
@@ -142,6 +144,13 @@ def test_what_a_run_folder_could_not_record_is_no_call(arguments: str, reason: s
     """JSON has no infinity, and Python writes nothing that is a thousand deep."""
     parsed = parse_tool_calls(tagged(f'{{"name": "rotate", "arguments": {arguments}}}'))
     assert parsed.calls == () and reason in parsed.errors[0]
+
+
+def test_a_whole_pair_is_one_character_and_a_name_is_checked_too() -> None:
+    (call,) = parse_tool_calls(tagged(r'{"name": "a", "arguments": {"b": "\ud83d\ude00"}}')).calls
+    assert call.arguments == {"b": "😀"}
+    parsed = parse_tool_calls(tagged(r'{"name": "\ud83d", "arguments": {}}'))
+    assert parsed.calls == () and "half a surrogate pair" in parsed.errors[0]
 
 
 def test_arguments_as_deep_as_they_may_be() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_vlrl.workflow.tools.context import ToolContext
 from npu_vlrl.workflow.tools.schema import function_schema, validate
 
 
@@ -146,6 +147,23 @@ def test_optional_values_take_null_where_none_is_in_the_type() -> None:
         "'d' must be a number, not None",
     ]
     assert validate({}, parameters) == ["'a' is missing"]
+
+
+def test_the_first_parameter_is_the_episode_by_its_name_or_type() -> None:
+    def multiply(a: int, b: int) -> int:
+        """Multiply, as a tool of another library is written."""
+        return a * b
+
+    def nothing() -> None:
+        """Take nothing."""
+
+    def typed(episode: ToolContext, a: int) -> None:
+        """Doc."""
+
+    assert function_schema(typed)["function"]["parameters"]["required"] == ["a"]
+    for function in (multiply, nothing):
+        with pytest.raises(ValueError, match=rf"tool {function.__name__} takes \(.*its first parameter must be"):
+            function_schema(function)
 
 
 def test_signatures_without_a_schema() -> None:

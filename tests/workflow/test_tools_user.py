@@ -69,6 +69,14 @@ def hang(ctx: ToolContext, how: str) -> ToolResult:
         return ToolResult("narrow", Image(np.zeros((1, 400000, 3), np.uint8)))
     if how == "no picture":
         return ToolResult("none", 5)
+    if how == "half":
+        return ToolResult("a\\ud800")
+    if how == "long":
+        return ToolResult("x" * 10**6)
+    if how == "half error":
+        raise ToolError("no \\ud800")
+    if how == "half bug":
+        raise KeyError("\\udfff" + "x" * 10**6)
     if how == "rubbish":
         return ToolResult("two", ("no image",))
     return ToolResult(f"pid {os.getpid()}")
@@ -120,9 +128,20 @@ def test_what_it_gives_back_may_be_one_picture_and_is_told_when_it_is_none(box: 
     for how, told in {
         "narrow": "hang: the image has 400000x1 pixels, too narrow",
         "no picture": "hang failed: ",
+        "half": "hang failed: its text holds half a surrogate pair, '\\ud800' (character 2).",
+        "long": "hang failed: its text holds 1,000,000 characters, more than 100,000.",
+        "half error": "hang: no \\ud800.",
+        "half bug": "hang failed: KeyError: '\\udfffxxx",
     }.items():
         result = run(box, "hang", context(shown), how=how)
         assert result.error and result.text.startswith(told) and not result.images
+        assert len(result.text.encode()) < 3000
+
+
+def test_a_tool_that_can_only_return_something_else_is_refused_before_a_call(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text('def add(ctx, a: int) -> int:\n    """Add."""\n    return a\n')
+    with pytest.raises(ValueError, match=r"theirs\.py:add returns int; let it return a ToolResult"):
+        Toolbox([f"{tmp_path}/theirs.py:add"])
 
 
 def test_what_fails_beside_the_function_is_told_to_the_model(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,14 +255,14 @@ def test_what_the_service_says_on_its_socket(file: Path) -> None:
     def talk(name: str, ctx: ToolContext, *arguments: dict) -> list[tuple[dict, tuple[Image, ...]]]:
         ours, theirs = Pipe()
         options = {"function": f"{file}:{name}"}
-        setup = {"service": "npu_vlrl.workflow.tools.worker", "options": options, "deadline_s": 30.0}
+        setup = {"service": "npu_vlrl.workflow.tools.worker", "options": options}
         thread = threading.Thread(target=serve, args=(theirs, setup))
         thread.start()
-        said = [receive(ours)]
+        said = [receive(ours)[:2]]
         content, images = pack(ctx)
         for each in arguments:
             send(ours, {**content, "arguments": each}, images)
-            said.append(receive(ours))
+            said.append(receive(ours)[:2])
         ours.close()
         thread.join(5)
         assert not thread.is_alive()

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Protocol
 
 from npu_vlrl.config import EnvironmentConfig
-from npu_vlrl.types import DataError, EpisodeStatus, Image, Message, Step, Task, Turn, Verdict
+from npu_vlrl.types import MAX_REWARD, DataError, EpisodeStatus, Image, Message, Step, Task, Turn, Verdict
 from npu_vlrl.workflow.environments.formats import Parsed, make_format
 from npu_vlrl.workflow.thought import UNFINISHED_FEEDBACK
 
@@ -104,7 +104,13 @@ class GameEnvironment:
             for name, value in move.terms.items():
                 terms[name] += value
         terms["format"] += self.config.format_reward * (parsed.right and all_known)
-        verdict = Verdict(sum(terms.values()), moves[-1].solved, terms=dict(terms))
+        reward = sum(terms.values())
+        if not abs(reward) <= MAX_REWARD:
+            raise DataError(
+                f"{', '.join(done)} earned {reward:g} in {self.config.name}, beyond ±{MAX_REWARD:g}; lower what the "
+                "game pays, or environment.max_actions"
+            )
+        verdict = Verdict(reward, moves[-1].solved, terms=dict(terms))
         told = self._told(parsed, names, known, done)
         message = Message("user", (told, self.game.picture()))
         return Step(verdict.reward, (message,), _status(moves[-1]), verdict)

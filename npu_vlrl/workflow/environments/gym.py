@@ -11,8 +11,9 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from npu_vlrl.types import DataError, Image
+from npu_vlrl.types import MAX_REWARD, DataError, Image
 from npu_vlrl.workflow.environments.game import Move
+from npu_vlrl.workflow.texts import described, flaw
 
 T = TypeVar("T")
 
@@ -54,10 +55,9 @@ class Gym:
         self._observed, given, terminated, truncated, _ = step
         self._picture = None
         reward = self._asked("reward", lambda: float(given))
-        if not math.isfinite(reward):
-            raise DataError(
-                f"gymnasium environment {self._name}: the reward of {action} is {reward}, which is not finite"
-            )
+        if not abs(reward) <= MAX_REWARD:
+            why = f"beyond ±{MAX_REWARD:g}" if math.isfinite(reward) else "not finite"
+            raise DataError(f"gymnasium environment {self._name}: the reward of {action} is {reward:g}, which is {why}")
         self._earned += reward
         self._over = bool(terminated or truncated)
         return Move({"reward": reward}, bool(terminated) and self._earned >= self._solved_reward, self._over)
@@ -71,7 +71,12 @@ class Gym:
     def state_key(self) -> str:
         """What a method `state_key` of the environment says; without one, the picture stands for the state."""
         own = getattr(self._env.unwrapped, "state_key", None)
-        return self.picture().hash if own is None else str(self._asked("state_key", own))
+        if own is None:
+            return self.picture().hash
+        key = str(self._asked("state_key", own))
+        if problem := flaw(key):
+            raise DataError(f"gymnasium environment {self._name}: its state_key holds {problem}; replace it")
+        return key
 
     def solution(self) -> None:
         """Not known."""
@@ -83,7 +88,7 @@ class Gym:
         try:
             return function()
         except Exception as error:  # it is the user's code, and may raise anything
-            problem = f"{type(error).__name__}: {error}"
+            problem = described(error)
             raise DataError(f"gymnasium environment {self._name}: its {what} cannot be used: {problem}") from error
 
 

@@ -47,11 +47,12 @@ def lowest_reward(rule: str, options: Mapping[str, Any]) -> float:
 
 
 def make_judge(
-    rule: str, options: Mapping[str, Any], workers: int, deadline_s: float
+    rule: str, options: Mapping[str, Any], workers: int, deadline_s: float, memory_mib: int = 0
 ) -> InlineJudge | JudgePool | WeightedJudge:
     """The judge for a rule of `RULES`; `path/to/file.py:function` is short for `python` with that `function`.
 
-    `weighted` sums other rules (see `make_weighted`), each with `workers` processes where it needs any.
+    `weighted` sums other rules (see `make_weighted`), each with `workers` processes where it needs any. A process may
+    take `memory_mib` of resident memory, with those that it starts; 0 for any.
     `check_gold(answer)` of the result raises DataError for an answer that cannot be judged against; `close()` it.
     Raises ValueError for an unknown rule or option, or an option's value that the rule refuses.
     """
@@ -59,7 +60,7 @@ def make_judge(
         rule, options = "python", {"function": rule, **options}
     if rule == "weighted":
         check_names(f"option of the rule {rule!r}:", options, {"terms", "solved_by"})
-        return make_weighted(options, lambda name, its: make_judge(name, its, workers, deadline_s))
+        return make_weighted(options, lambda name, its: make_judge(name, its, workers, deadline_s, memory_mib))
     if rule.endswith(".py"):
         raise ValueError(f"the rule {rule!r} names no function of the file; write path/to/file.py:function")
     check_names("reward rule", [rule], [*RULES, "weighted"])
@@ -67,7 +68,7 @@ def make_judge(
         check_names(f"option of the rule {rule!r}:", options, {"function"})
         if not isinstance(options.get("function"), str):
             raise ValueError("the rule 'python' needs the option 'function': path/to/file.py:function")
-        return JudgePool(rule, options, workers, deadline_s)
+        return JudgePool(rule, options, workers, deadline_s, memory_mib)
     module = importlib.import_module(RULES[rule])
     known = set(inspect.signature(module.score).parameters) - {"answer", "text", "extra"}
     check_names(f"option of the rule {rule!r}:", options, known)
@@ -75,4 +76,4 @@ def make_judge(
         module.score("1", "", **options)  # a rule refuses a bad value before training, not at the first answer
     if rule in INLINE:
         return InlineJudge(partial(module.score, **options), partial(module.check_gold, **options))
-    return JudgePool(rule, options, workers, deadline_s)
+    return JudgePool(rule, options, workers, deadline_s, memory_mib)

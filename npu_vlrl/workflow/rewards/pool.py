@@ -17,6 +17,9 @@ class InlineJudge:
     Example: `InlineJudge(tagged.score, tagged.check_gold)`
     """
 
+    wrong_replies = 0
+    """It asks no other process."""
+
     def __init__(self, score: Callable[[str, str], Verdict], check_gold: Callable[[str], None]) -> None:
         self._score = score
         self.check_gold = check_gold
@@ -34,16 +37,22 @@ class JudgePool:
     Example: `verdict = await JudgePool("math_verify", {}, workers=2, deadline_s=5.0).judge(task, text, [])`
     """
 
-    def __init__(self, rule: str, options: Mapping[str, Any], workers: int = 1, deadline_s: float = 5.0) -> None:
+    def __init__(
+        self, rule: str, options: Mapping[str, Any], workers: int = 1, deadline_s: float = 5.0, memory_mib: int = 0
+    ) -> None:
         """Raises ValueError for a bad number, or when the user's file or function of a `python` rule cannot be used."""
         check_limits("judge", workers, deadline_s)
         self._rule = rule
         setup = {"rule": rule, "options": dict(options)}
-        self._pool = WorkerPool(
-            "npu_vlrl.workflow.rewards.worker", setup, f"the rule {rule!r}", workers=workers, deadline_s=deadline_s
-        )
+        service, name = "npu_vlrl.workflow.rewards.worker", f"the rule {rule!r}"
+        self._pool = WorkerPool(service, setup, name, workers, deadline_s, memory_mib)
         if rule == "python":
             self._pool.start()
+
+    @property
+    def wrong_replies(self) -> int:
+        """See `WorkerPool.wrong_replies`."""
+        return self._pool.wrong_replies
 
     async def judge(self, task: Task, text: str, history: Sequence[Turn]) -> Verdict:
         """Raises JudgeError when the rule raises, dies or passes the deadline; DataError when the gold is at fault.
@@ -53,7 +62,11 @@ class JudgePool:
         images: tuple[Image, ...] = ()
         if self._rule == "python":
             images = (*task.images, *(image for turn in history for tool in turn.tool_results for image in tool.images))
-            request = {"task": _plain_task(task), "history": [turn.text for turn in history]}
+            request = {
+                "task": _plain_task(task),
+                "history": [turn.text for turn in history],
+                "messages": [(message.role, message.text) for message in task.messages],
+            }
         elif self._rule == "benchmark":
             request = {"answer": _gold(task), "extra": json_part(task.extra)}
         else:

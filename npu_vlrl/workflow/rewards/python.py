@@ -2,82 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
-import math
+import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
-from PIL import Image as Pillow
-
-from npu_vlrl.types import JudgeError, Verdict
+from npu_vlrl.types import MAX_REWARD, JudgeError, Verdict
+from npu_vlrl.workflow.rewards.forms import Asked, FormError, scalar
+from npu_vlrl.workflow.texts import described, flaw, shown, told
 
 _KEYS = ("reward", "solved", "feedback", "terms")
 
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Parameters of a verl reward function, which that calls by name; it may take some of them."""
+MAX_TERMS = 100
+"""Terms of one verdict; every answer's are recorded."""
+
+MAX_NAME = 200
+"""Characters of a term's name."""
 
 
-def adapted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function` as `score` calls it. One whose required parameters are verl's is given these by their names.
+def score(function: Callable[[Asked], Any], name: str, asked: Asked) -> Verdict:
+    """Calls a function that `forms.adapted` made, and makes its result a Verdict.
 
-    Raises ValueError, naming the function and what it should take, for any other that does not take four arguments.
-    """
-    signature = inspect.signature(function)
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = {key: p for key, p in signature.parameters.items() if p.kind not in kinds}
-    required = [key for key, p in named.items() if p.default is p.empty]
-    if required and set(required) <= set(VERL):
-        return _from_verl(function, [key for key in named if key in VERL])
-    try:
-        signature.bind("task", "text", "history", "images")
-    except TypeError:
-        fits = False
-    else:
-        fits = set(required).isdisjoint(VERL)
-    if not fits:
-        raise ValueError(
-            f"{name} takes {signature}; write it as def {function.__name__}(task, text, history, images), or with "
-            f"verl's parameters: {', '.join(VERL)}"
-        )
-    return function
-
-
-def _from_verl(function: Callable[..., Any], asked: Sequence[str]) -> Callable[..., Any]:
-    def call(task: Mapping[str, Any], text: str, *_: Any) -> Any:
-        values = (task["data_source"], text, task["answer"], task["extra"])
-        result = function(**{key: value for key, value in zip(VERL, values, strict=True) if key in asked})
-        if not isinstance(result, Mapping) or "score" not in result:
-            return result
-        terms = {key: value for key, value in result.items() if key != "score" and isinstance(_plain(value), Real)}
-        return {"reward": result["score"], "terms": terms}
-
-    return call
-
-
-def score(
-    function: Callable[..., Any],
-    name: str,
-    task: Mapping[str, Any],
-    text: str,
-    history: Sequence[str],
-    images: Sequence[Pillow.Image],
-) -> Verdict:
-    """Calls `function(task, text, history, images)` (see `adapted`) and makes its result a Verdict.
-
-    `task` has "id", "answer", "data_source" and "extra"; `history` the texts of the earlier turns; `images` the RGB
-    pictures of the episode in the order the model saw them. The function returns a bool (1 or 0), a number (solved
-    when at least 1) or a dict with "reward" and optionally "solved", "feedback" and "terms".
-    Raises JudgeError, naming the function and the value, when it raises or returns anything else or a number that is
-    not finite.
+    The function returns a bool (1 or 0), a number (solved when at least 1) or a dict with "reward" and optionally
+    "solved", "feedback" and "terms". Raises JudgeError, naming the function and the value, when it raises or returns
+    anything else, a number that is not finite, a reward beyond `MAX_REWARD`, or a text that no policy can be given.
     """
     try:
-        result = function(task, text, history, images)
+        result = function(asked)
+    except FormError as error:
+        raise JudgeError(f"{name}: {told(str(error))}") from error
     except (Exception, SystemExit) as error:
         line = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{line.filename}, line {line.lineno}"
-        raise JudgeError(f"{name} raised {type(error).__name__}: {error} ({where})") from error
+        raise JudgeError(f"{name} raised {described(error)} ({line.filename}, line {line.lineno})") from error
     if not isinstance(result, Mapping):
         result = {"reward": result}
     return _verdict(name, result)
@@ -85,27 +42,28 @@ def score(
 
 def _verdict(name: str, result: Mapping[str, Any]) -> Verdict:
     if unknown := [key for key in result if key not in _KEYS]:
-        raise JudgeError(f"{name} returned the unknown key {unknown[0]!r}; allowed are {', '.join(_KEYS)}")
-    reward = _number(name, "reward", result.get("reward"))
-    solved = _plain(result.get("solved", reward >= 1.0))
+        raise JudgeError(f"{name} returned the unknown key {shown(unknown[0])}; allowed are {', '.join(_KEYS)}")
+    reward = _number(name, "reward", result.get("reward"), MAX_REWARD)
+    solved = scalar(result.get("solved", reward >= 1.0))
     feedback, terms = result.get("feedback"), result.get("terms", {})
     if not isinstance(solved, bool):
-        raise JudgeError(f"{name} returned solved={solved!r}; it must be True or False")
+        raise JudgeError(f"{name} returned solved={shown(solved)}; it must be True or False")
     if not isinstance(feedback, str | None):
-        raise JudgeError(f"{name} returned feedback={feedback!r}; it must be a string or None")
-    if not isinstance(terms, Mapping):
-        raise JudgeError(f"{name} returned terms={terms!r}; it must be a dict of numbers")
-    numbers = {str(key): _number(name, f"terms[{key!r}]", value) for key, value in terms.items()}
+        raise JudgeError(f"{name} returned feedback={shown(feedback)}; it must be a string or None")
+    if feedback is not None and (problem := flaw(feedback)):
+        raise JudgeError(f"{name} returned a feedback that holds {problem}; no model can be given that, so replace it")
+    if not isinstance(terms, Mapping) or len(terms) > MAX_TERMS:
+        raise JudgeError(f"{name} returned terms={shown(terms)}; it must be a dict of at most {MAX_TERMS} numbers")
+    if bad := [key for key in map(str, terms) if flaw(key, MAX_NAME)]:
+        raise JudgeError(f"{name} returned a term whose name holds {flaw(bad[0], MAX_NAME)}; choose another name")
+    numbers = {str(key): _number(name, f"terms[{key!r}]", value, sys.float_info.max) for key, value in terms.items()}
     return Verdict(reward, solved, feedback, numbers)
 
 
-def _number(name: str, what: str, value: Any) -> float:
-    value = _plain(value)
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise JudgeError(f"{name} returned {what}={value!r}; it must be a finite number or a bool")
+def _number(name: str, what: str, value: Any, limit: float) -> float:
+    value = scalar(value)
+    if not isinstance(value, Real) or not abs(cast(float, value)) <= limit:  # nor is a NaN
+        raise JudgeError(
+            f"{name} returned {what}={shown(value)}; it must be a finite number of at most ±{limit:g}, or a bool"
+        )
     return float(value)
-
-
-def _plain(value: Any) -> Any:
-    """A Python scalar for a NumPy or torch scalar; anything else as it is."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from npu_vlrl.types import DataError, Judge, Task, Turn, Verdict
+from npu_vlrl.types import MAX_REWARD, DataError, Judge, JudgeError, Task, Turn, Verdict
 
 
 class TermJudge(Judge, Protocol):
     """What a term needs of its judge."""
+
+    @property
+    def wrong_replies(self) -> int: ...
 
     def check_gold(self, answer: str) -> None: ...
 
@@ -28,30 +30,57 @@ class Term:
 class WeightedJudge:
     """Judges an answer by all terms at once: reward = sum of weight * reward of the term.
 
+    A term of weight 0 that does not decide whether an answer is solved is a second checker: it is recorded, and has no
+    influence on the episode.
+
     Example: `WeightedJudge({"accuracy": Term(0.9, pool), "style": Term(0.1, other)}, solved_by="accuracy")`
     """
 
     def __init__(self, terms: Mapping[str, Term], solved_by: str) -> None:
         self._terms = dict(terms)
         self._solved_by = solved_by
+        self._unpaid = {name for name, term in terms.items() if not term.weight}
+
+    @property
+    def wrong_replies(self) -> int:
+        return sum(term.judge.wrong_replies for term in self._terms.values())
 
     async def judge(self, task: Task, text: str, history: Sequence[Turn]) -> Verdict:
-        """`terms` of the verdict holds the weighted reward of each term; `solved_by` decides whether it is solved.
+        """`terms` of the verdict holds the weighted reward of each term; of one of weight 0 it holds the own reward,
+        and `checks` whether it found the answer solved. `solved_by` decides whether it is.
 
-        The feedback joins that of the terms. Raises what a term raises, once all terms have ended: an answer costs at
-        most one deadline.
+        The feedback joins that of the terms, without second checkers. Raises what a term raises that is none, once all
+        have ended: an answer costs at most one deadline.
         """
         judgements = (term.judge.judge(task, text, history) for term in self._terms.values())
-        results = await asyncio.gather(*judgements, return_exceptions=True)
+        results = dict(zip(self._terms, await asyncio.gather(*judgements, return_exceptions=True), strict=True))
         verdicts: dict[str, Verdict] = {}
-        for name, result in zip(self._terms, results, strict=True):
-            if isinstance(result, BaseException):
+        checks: dict[str, bool | str] = {}
+        for name, result in results.items():
+            if isinstance(result, JudgeError) and name in self._checkers:
+                checks[name] = str(result)
+            elif isinstance(result, BaseException):
                 raise result
-            verdicts[name] = result
-        rewards = {name: term.weight * verdicts[name].reward for name, term in self._terms.items()}
-        feedback = dict.fromkeys(verdict.feedback for verdict in verdicts.values() if verdict.feedback is not None)
-        solved = verdicts[self._solved_by].solved
-        return Verdict(sum(rewards.values()), solved, " ".join(feedback) or None, rewards)
+            else:
+                verdicts[name] = result
+                if name in self._unpaid:
+                    checks[name] = result.solved
+        terms = {name: self._terms[name].weight * verdict.reward for name, verdict in verdicts.items()}
+        reward = sum(terms.values())
+        if not abs(reward) <= MAX_REWARD:
+            raise JudgeError(
+                f"task {task.id}: the weighted sum is {reward:g}, beyond ±{MAX_REWARD:g}; lower the weights of "
+                "reward.options.terms"
+            )
+        terms |= {name: verdict.reward for name, verdict in verdicts.items() if name in self._unpaid}
+        told = [verdict.feedback for name, verdict in verdicts.items() if name not in self._checkers]
+        feedback = " ".join(dict.fromkeys(text for text in told if text is not None)) or None
+        return Verdict(reward, verdicts[self._solved_by].solved, feedback, terms, checks)
+
+    @property
+    def _checkers(self) -> set[str]:
+        """Terms that neither pay nor decide."""
+        return self._unpaid - {self._solved_by}
 
     def check_gold(self, answer: str) -> None:
         """Raises DataError, naming the term, when one of them cannot judge against `answer`."""
@@ -95,8 +124,8 @@ def _make_term(name: Any, setting: Any, make: Callable[[str, Mapping[str, Any]],
     if not isinstance(setting, Mapping) or not {"rule", "weight"} <= set(setting) <= {"rule", "weight", "options"}:
         raise ValueError(f"{where} is {setting!r}; it needs rule and weight, may have options, and nothing else")
     rule, weight, options = setting["rule"], setting["weight"], setting.get("options") or {}
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ValueError(f"{where}: weight is {weight!r}; it must be a finite number")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= MAX_REWARD:
+        raise ValueError(f"{where}: weight is {weight!r}; it must be a finite number of at most ±{MAX_REWARD:g}")
     if not isinstance(rule, str) or not isinstance(options, Mapping):
         raise ValueError(f"{where}: rule must be a name and options a mapping, got {rule!r} and {options!r}")
     try:

@@ -46,13 +46,16 @@ def _builtin_rule(module: Any, options: Mapping[str, Any]) -> Rule:
 def _users_function(module: Any, options: Mapping[str, Any]) -> Rule:
     from PIL import Image as Pillow  # only users' functions look at pictures
 
+    from npu_vlrl.workflow.rewards.forms import Asked, adapted
+
     name = options["function"]
-    function = module.adapted(load_function(name), name)
-    return lambda request, images: module.score(
-        function,
-        name,
-        request["task"],
-        request["text"],
-        request["history"],
-        [Pillow.fromarray(image.rgb) for image in images],
-    )
+    function = adapted(load_function(name), name)
+
+    def judge(request: Content, images: Sequence[Image]) -> Verdict:
+        pictures = [Pillow.fromarray(image.rgb) for image in images]
+        messages = [(role, text) for role, text in request["messages"]]
+        asked = Asked(request["task"], request["text"], request["history"], pictures, messages)
+        verdict: Verdict = module.score(function, name, asked)
+        return verdict
+
+    return judge

@@ -44,12 +44,18 @@ TOOLS: dict[str, ToolFunction] = {
 class _Tool(Protocol):
     schema: dict[str, Any]
 
+    @property
+    def wrong_replies(self) -> int: ...
+
     def run(self, ctx: ToolContext, arguments: Mapping[str, Any]) -> ToolResult: ...
 
     def close(self) -> None: ...
 
 
 class _BuiltIn:
+    wrong_replies = 0
+    """It asks no other process."""
+
     def __init__(self, function: ToolFunction) -> None:
         self._function = function
         self.schema = function_schema(function)
@@ -67,20 +73,26 @@ class Toolbox:
     Example: `Toolbox(["rotate"]).run(ToolCall("rotate", {"angle": 90}), ToolContext(task, task.images)).images[0]`
     """
 
-    def __init__(self, names: Sequence[str], workers: int = 1, deadline_s: float = 10.0) -> None:
+    def __init__(self, names: Sequence[str], workers: int = 1, deadline_s: float = 10.0, memory_mib: int = 0) -> None:
         """`names`: keys of `TOOLS`, or `path/to/file.py:function` for the user's own.
 
-        A user's tool gets up to `workers` processes, and `deadline_s` seconds a call. Raises ValueError for an unknown
+        A user's tool gets up to `workers` processes, each with `memory_mib` of resident memory (0: any), and
+        `deadline_s` seconds a call. Raises ValueError for an unknown
         or repeated name, a missing file or function, a signature without schema, or a bad number.
         """
         check_limits("tool", workers, deadline_s)
         self._tools: dict[str, _Tool] = {}
         try:
             for name in names:
-                self._add(UserTool(name, workers, deadline_s) if is_spec(name) else _BuiltIn(_find(name)))
+                self._add(UserTool(name, workers, deadline_s, memory_mib) if is_spec(name) else _BuiltIn(_find(name)))
         except ValueError:
             self.close()
             raise
+
+    @property
+    def wrong_replies(self) -> int:
+        """See `WorkerPool.wrong_replies`."""
+        return sum(tool.wrong_replies for tool in self._tools.values())
 
     def schemas(self) -> list[dict[str, Any]]:
         """OpenAI function schemas, for the chat template."""

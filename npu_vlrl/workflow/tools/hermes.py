@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from npu_vlrl.types import ToolCall
+from npu_vlrl.workflow.texts import half_pair
 from npu_vlrl.workflow.thought import split_thought
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -91,6 +92,9 @@ def _call(value: Any) -> ToolCall:
         raise ValueError('its "arguments" are not an object')
     if _depth(arguments) > MAX_DEPTH:
         raise ValueError(f'its "arguments" are nested more than {MAX_DEPTH} deep')
+    for text in (name, *_strings(arguments)):
+        if problem := half_pair(text):
+            raise ValueError(f"its JSON holds {problem}")
     return ToolCall(name, arguments)
 
 
@@ -100,6 +104,15 @@ def _depth(value: Any) -> int:
         depth += 1
         level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
     return depth
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for inner in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
 
 def _skip_space(text: str, position: int) -> int:

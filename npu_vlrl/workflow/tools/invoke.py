@@ -8,6 +8,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from npu_vlrl.data.images import check_size
 from npu_vlrl.types import DataError, Image, ToolResult
+from npu_vlrl.workflow.texts import described, flaw, told
 from npu_vlrl.workflow.tools.context import ToolContext, ToolError
 
 ToolFunction = Callable[..., ToolResult]
@@ -20,15 +21,17 @@ def invoke(name: str, function: ToolFunction, ctx: ToolContext, arguments: Mappi
     try:
         result = function(ctx, **typed)
     except ToolError as error:
-        return ToolResult(f"{name}: {error}.", error=True)
+        return ToolResult(f"{name}: {told(str(error))}.", error=True)
     except (Exception, SystemExit) as error:  # a user's tool met arguments that it did not expect
-        return ToolResult(f"{name} failed: {type(error).__name__}: {error}.", error=True)
+        return ToolResult(f"{name} failed: {described(error)}.", error=True)
     if not isinstance(result, ToolResult):
         return ToolResult(f"{name} failed: it returned {type(result).__name__}, no ToolResult.", error=True)
     images = (result.images,) if isinstance(result.images, Image) else result.images
     known = isinstance(images, (tuple, list)) and all(isinstance(image, Image) for image in images)
     if not isinstance(result.text, str) or not known:
         return ToolResult(f"{name} failed: its ToolResult holds something else than text and images.", error=True)
+    if problem := flaw(result.text):
+        return ToolResult(f"{name} failed: its text holds {problem}.", error=True)
     try:
         for image in images:
             check_size(*image.size, name)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from npu_vlrl.workflow.tools.context import ToolContext
+
 PIXELS = "in pixels of the image as you see it"
 """How a docstring says what positions mean; `on_scale` replaces it for models that write them otherwise."""
 
@@ -22,8 +24,9 @@ _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a tool `function(ctx, name: type = default, …)`; its first parameter is not the model's.
+    """The schema of a tool `function(ctx, name: type = default, …)`; all but its first parameter are the model's.
 
+    The first is called `ctx`, or has the type ToolContext: a function that leaves it out would lose an argument.
     Types: int, float, str, bool, Literal, list[…], tuple[…] of one type (its length becomes minItems and maxItems),
     and any of these `| None` (which also takes null). A parameter with a default is not required. The docstring gives
     the description, and a line `name: text` under `Args:` that of a parameter. Raises ValueError for anything else, or
@@ -37,6 +40,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
         hints = get_type_hints(function)
     except NameError as error:
         raise ValueError(f"tool {name}: {error}; import the types of its parameters at run time") from error
+    _check_first(function, hints)
     properties: dict[str, Any] = {}
     required: list[str] = []
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
@@ -52,6 +56,17 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _check_first(function: Callable[..., Any], hints: Mapping[str, Any]) -> None:
+    """Raises ValueError where the first parameter is not the episode."""
+    name, signature = function.__name__, inspect.signature(function)
+    first = next(iter(signature.parameters.values()), None)
+    if first is None or not (first.name == "ctx" or hints.get(first.name) is ToolContext):
+        raise ValueError(
+            f"tool {name} takes {signature}; its first parameter must be the episode, which is not the model's: write "
+            f"def {name}(ctx: ToolContext, …) -> ToolResult"
+        )
 
 
 def on_scale(schema: Mapping[str, Any], scale: int) -> dict[str, Any]:

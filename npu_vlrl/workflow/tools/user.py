@@ -19,12 +19,17 @@ class UserTool:
 
     schema: dict[str, Any]
 
-    def __init__(self, spec: str, workers: int, deadline_s: float) -> None:
+    def __init__(self, spec: str, workers: int, deadline_s: float, memory_mib: int = 0) -> None:
         """Starts a first process. Raises ValueError when file, function or signature cannot be used."""
         name = spec.rpartition(":")[2]
         service = "npu_vlrl.workflow.tools.worker"
-        self._pool = WorkerPool(service, {"function": spec}, f"the tool {name!r}", workers, deadline_s)
+        self._pool = WorkerPool(service, {"function": spec}, f"the tool {name!r}", workers, deadline_s, memory_mib)
         self.schema = self._pool.start()
+
+    @property
+    def wrong_replies(self) -> int:
+        """See `WorkerPool.wrong_replies`."""
+        return self._pool.wrong_replies
 
     def run(self, ctx: ToolContext, arguments: Mapping[str, Any]) -> ToolResult:
         """Blocks for at most the deadline, once a process is free; death, delay and failure are told as error results.

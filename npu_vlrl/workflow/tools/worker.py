@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
-from npu_vlrl.types import Image, Message, Task
+from npu_vlrl.types import Image, Message, Task, ToolResult
 from npu_vlrl.workflow.tools.context import ToolContext
 from npu_vlrl.workflow.tools.frame import Frame
 from npu_vlrl.workflow.tools.invoke import invoke
@@ -19,6 +19,9 @@ def open_service(options: Mapping[str, Any]) -> tuple[dict[str, Any], Handler]:
     """Says hello with the tool's schema. Raises ValueError when file, function or signature cannot be used."""
     function = load_function(options["function"])
     schema = function_schema(function)
+    given = get_type_hints(function).get("return", ToolResult)
+    if given in (str, int, float, bool, list, dict, type(None)):
+        raise ValueError(f"{options['function']} returns {given.__name__}; let it return a ToolResult")
 
     def handle(request: Content, images: Sequence[Image]) -> tuple[Content, Sequence[Image]]:
         result = invoke(function.__name__, function, unpack(request, images), request["arguments"])

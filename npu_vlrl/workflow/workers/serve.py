@@ -1,23 +1,26 @@
 """The worker process: `python -m npu_vlrl.workflow.workers.serve FD SETUP`.
 
-FD is its end of a socket. SETUP is JSON: service, options, deadline_s. It says `{"ready": hello}` or `{"error": …}`
-once, then answers each request with one message, and ends when the socket closes. No torch here: a worker must be small
-and start quickly.
+FD is its end of a socket. SETUP is JSON: service, options, name, memory_mib. Under the eyes of its parent
+(`supervise.py`) it says `{"ready": hello}` or `{"error": …}` once, then answers each request with one message, and ends
+when the socket closes. No torch here: a worker must be small and start quickly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
-import math
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from npu_vlrl.types import Image
+from npu_vlrl.workflow.texts import described, told
+from npu_vlrl.workflow.workers.supervise import supervise
 from npu_vlrl.workflow.workers.wire import Content, receive, send
 
 Handler = Callable[[Content, Sequence[Image]], tuple[Content, Sequence[Image]]]
@@ -27,39 +30,52 @@ Handler = Callable[[Content, Sequence[Image]], tuple[Content, Sequence[Image]]]
 def main() -> None:
     descriptor, setup = int(sys.argv[1]), json.loads(sys.argv[2])
     os.set_inheritable(descriptor, False)
-    os.dup2(2, 1)  # what a user's function prints must not mix with the program's output
+    supervise(setup["name"], setup["memory_mib"], descriptor)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel ends this process before the training
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
+    _keep_from_children(descriptor)
     serve(Connection(descriptor), setup)
 
 
 def serve(connection: Connection, setup: Mapping[str, Any]) -> None:
     """Answers requests until the other end closes."""
+    pid = os.getpid()
     try:
         hello, handle = importlib.import_module(setup["service"]).open_service(setup["options"])
+        reply = {"ready": hello}
     except Exception as error:
-        send(connection, {"error": str(error) if isinstance(error, ValueError) else _named(error)})
-        return
-    send(connection, {"ready": hello})
-    while True:
+        reply = {"error": told(str(error)) if isinstance(error, ValueError) else described(error)}
+    _end_forked(pid)
+    send(connection, reply)
+    while "ready" in reply:
         try:
-            request, images = receive(connection)
+            request, images, number, _ = receive(connection)
         except EOFError:
             return
-        # The pool kills a late worker. This ends it in the kernel if the pool itself was killed meanwhile.
-        signal.alarm(math.ceil(setup["deadline_s"]) + 1)
         content, pictures = _answer(handle, request, images)
-        signal.alarm(0)
-        send(connection, content, pictures)
+        _end_forked(pid)
+        send(connection, content, pictures, number)
 
 
 def _answer(handle: Handler, request: Content, images: Sequence[Image]) -> tuple[Content, Sequence[Image]]:
     try:
         return handle(request, images)
     except Exception as error:
-        return {"error": f"raised {_named(error)}"}, ()
+        return {"error": f"raised {described(error)}"}, ()
 
 
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _end_forked(pid: int) -> None:
+    """Ends a process that the function forked and that came back from it as if it were the worker."""
+    if os.getpid() != pid:
+        os._exit(0)
+
+
+def _keep_from_children(descriptor: int) -> None:
+    """A forked process writes to nowhere instead of to the socket, which ends with the worker."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, descriptor, inheritable=False))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,19 +14,50 @@ from npu_vlrl.types import Image
 
 Content = dict[str, Any]
 
+MAX_JSON = 2**28
+"""Bytes of the JSON of a message; a longer one was written by something else than `send`."""
 
-def send(connection: Connection, content: Mapping[str, Any], images: Sequence[Image] = ()) -> None:
+MAX_PIXELS = 2**28
+"""Bytes of an image; those of tools are limited to less (`data.images.check_size`)."""
+
+
+class WireError(RuntimeError):
+    """What came is no message: another process writes to the same socket."""
+
+
+class Received(NamedTuple):
+    """A message, and who wrote it."""
+
+    content: Content
+    images: tuple[Image, ...]
+    number: int
+    """That of the request; a reply repeats it."""
+    pid: int
+    """Process that sent it."""
+
+
+def send(connection: Connection, content: Mapping[str, Any], images: Sequence[Image] = (), number: int = 0) -> None:
     """`content` must be JSON. Blocks while the other end does not read; raises OSError when it is gone."""
-    header = {"content": content, "sizes": [image.size for image in images]}
+    sizes = [image.size for image in images]
+    header = {"content": content, "sizes": sizes, "number": number, "pid": os.getpid()}
     connection.send_bytes(json.dumps(header).encode())
     for image in images:
         connection.send_bytes(image.rgb.tobytes())
 
 
-def receive(connection: Connection) -> tuple[Content, tuple[Image, ...]]:
-    """Raises EOFError when the other end closed."""
-    header = json.loads(connection.recv_bytes())
-    return header["content"], tuple(_image(size, connection.recv_bytes()) for size in header["sizes"])
+def receive(connection: Connection) -> Received:
+    """Raises EOFError when the other end closed, and WireError for anything but a message."""
+    header = _frame(connection, MAX_JSON)
+    try:
+        fields = json.loads(header)
+        content, number, pid = fields["content"], fields["number"], fields["pid"]
+        sizes = [(int(width), int(height)) for width, height in fields["sizes"]]
+        images = tuple(_image(size, _frame(connection, MAX_PIXELS)) for size in sizes)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WireError(f"{header[:80]!r} is no message") from error
+    if not isinstance(content, dict):
+        raise WireError(f"{header[:80]!r} is no message")
+    return Received(content, images, number, pid)
 
 
 def json_part(values: Mapping[str, Any]) -> Content:
@@ -41,6 +73,15 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _image(size: Sequence[int], pixels: bytes) -> Image:
+def _frame(connection: Connection, limit: int) -> bytes:
+    try:
+        return connection.recv_bytes(limit)
+    except OSError as error:
+        if error.errno is None:  # the frame's length is impossible; a broken socket has a number
+            raise WireError("the length of a frame is impossible") from error
+        raise
+
+
+def _image(size: tuple[int, int], pixels: bytes) -> Image:
     width, height = size
     return Image(np.frombuffer(pixels, np.uint8).reshape(height, width, 3))

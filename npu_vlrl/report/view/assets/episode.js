@@ -91,7 +91,7 @@ function action(turn, k, asking, isLast) {
 function outcome(turn) {
   const { verdict } = turn;
   const terms = Object.entries(verdict?.terms ?? {}).map(([name, value]) =>
-    fact(words(name), el("span", { class: "num" }, signed(value))),
+    fact(words(name) + (name in (verdict.checks ?? {}) ? " (weight 0)" : ""), el("span", { class: "num" }, signed(value))),
   );
   return el(
     "div",
