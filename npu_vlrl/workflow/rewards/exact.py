@@ -10,14 +10,14 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-_MAX_BITS = 20_000
-"""Of numerator and denominator. A tower of powers is no number to compute."""
+_MAX_BITS = 10_000
+"""Of numerator and denominator, each. A tower of powers is no number to compute, and Python prints no longer ones."""
 
 _MAX_DEPTH = 40
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _BASES |= {"twelve": 12, "sixteen": 16, "bin": 2, "oct": 8, "dec": 10, "hex": 16}
 
-_GROUPS = r"\d{1,3}(?:(?:,\d{3})+|(?:\{,\}\d{3})+|(?: \d{3})+|(?:'\d{3})+)(?!\d)(?:\.\d+)?"
+_GROUPS = r"[1-9]\d{0,2}(?:(?:,\d{3})+|(?:\{,\}\d{3})+|(?: \d{3})+(?!\d)(?P<spaced>,\d+)?|(?:'\d{3})+)(?!\d)(?:\.\d+)?"
 _DOTTED = r"\d{1,3}(?:\.\d{3}){2,}(?!\d)(?:(?:,|\{,\})\d+)?|\d{1,3}(?:\.\d{3})+(?:,|\{,\})\d+"
 _COMMA = r"\d+(?:,|\{,\})\d+"
 _POINT = r"\d+(?:\.\d*)?|\.\d+"
@@ -26,7 +26,8 @@ _EXPONENT = r"[eE][-+]?\d+(?![\w.])"
 LITERAL = re.compile(f"(?:(?P<repeated>{_REPEATED})|(?P<dotted>{_DOTTED})|(?P<groups>{_GROUPS})|(?P<comma>{_COMMA})|"
                      f"(?P<point>{_POINT}))(?P<exponent>{_EXPONENT})?", re.ASCII)  # fmt: skip
 _BASED = re.compile(
-    r"\(?\s*([0-9A-F]+)\s*\)?\s*(?:_\s*\{?\s*(?:\\text\{(\w+)\}|(\w+))\s*\}?|(?:\\text\{)?\s*base\s*(\w+)\s*\}?)", re.ASCII
+    r"\(?\s*([0-9A-F]+(?:\.[0-9A-F]+)?)\s*\)?\s*(?:_\s*\{?\s*(?:\\text\{(\w+)\}|(\w+))\s*\}?|(?:\\text\{)?\s*base\s*(\w+)\s*\}?)",
+    re.ASCII,
 )
 _TIMES = re.compile(r"\s*(?:\\times|\\cdot|\*|[x](?=\s*10\s*\^))\s*")
 _DIVIDED = re.compile(r"\s*(?:/|\\div|:(?!:))\s*")
@@ -64,8 +65,11 @@ def _based(text: str) -> Fraction | None:
         return None
     name = (match[2] or match[3] or match[4]).casefold()
     base = _BASES.get(name) or (int(name) if name.isdecimal() and len(name) < 3 else 0)
+    whole, _, decimals = match[1].partition(".")
+    if not 2 <= base <= 36 or len(match[1]) > _MAX_BITS // 6:
+        return None
     try:
-        return Fraction(int(match[1], base)) if 2 <= base <= 36 and len(match[1]) < 2000 else None
+        return Fraction(int(whole + decimals, base), base ** len(decimals))
     except ValueError:  # a digit that the base has not
         return None
 
@@ -198,7 +202,8 @@ def literal_value(literal: re.Match[str]) -> Fraction:
     if literal["dotted"]:
         digits = re.sub(r",|\{,\}", "_", literal["dotted"]).replace(".", "").replace("_", ".")
     elif literal["groups"]:
-        digits = re.sub(r"[, '{}]", "", literal["groups"])
+        digits = re.sub(r"[, '{}]", "", literal["groups"].removesuffix(literal["spaced"] or ""))
+        digits += (literal["spaced"] or "").replace(",", ".")
     elif literal["comma"]:
         digits = re.sub(r",|\{,\}", ".", literal["comma"])
     else:
@@ -207,6 +212,6 @@ def literal_value(literal: re.Match[str]) -> Fraction:
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if value.numerator.bit_length() + value.denominator.bit_length() > 2 * _MAX_BITS:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
         raise OverflowError
     return value

@@ -7,8 +7,7 @@ from fractions import Fraction
 
 from npu_vlrl.workflow.rewards.choices import option, stated
 from npu_vlrl.workflow.rewards.normalise import normalise, without_fonts
-from npu_vlrl.workflow.rewards.reading import LONGEST
-from npu_vlrl.workflow.rewards.reading import number as read_number
+from npu_vlrl.workflow.rewards.reading import LONGEST, quantity
 
 _TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -39,7 +38,7 @@ def boxed(text: str) -> str:
 
 def letter(text: str) -> str | None:
     """The option's letter in the last box, such as `B`, `(B)` or `B. 12 cm`; where the box holds something else or there
-    is none, the last one that stands after `answer`, `answer is` or `option`.
+    is none, the last one that stands after `answer` or `answer is`.
     """
     found = option(boxed(text)) if last_box(text) is not None else None
     return stated(text) if found is None else found[0].upper()
@@ -64,12 +63,10 @@ def yes_or_no(text: str) -> str | None:
 
 
 def number(text: str) -> Fraction | None:
-    """The number that the last box is; without a box the last one in the text. None without one."""
+    """The value of the number that the last box holds, None where it holds something else; without a box the last
+    number of the text.
+    """
     box = last_box(text)
-    if box is not None:
-        return read_number(box)
-    whole = read_number(text)
-    if whole is not None:
-        return whole
-    found = _NUMBER.findall(text)
-    return read_number(found[-1].strip(",")) if found else None
+    found = [box] if box is not None else _NUMBER.findall(text)[-1:]
+    value = quantity(found[0].rstrip(",")) if found else None
+    return None if value is None else value.value

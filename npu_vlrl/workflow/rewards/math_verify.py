@@ -1,8 +1,8 @@
 """The last boxed answer against the gold: words, letters and numbers by their plain reading, formulas by math-verify.
 
-Gold and box are read by `reading.read`. What it reads as a formula is parsed by the math-verify package as LaTeX and
-never with a fallback, which reads `50 \\sqrt{` as 50. Its own timeouts use a signal and are switched off (0); the judge
-pool kills a worker that takes too long.
+Gold and box are read by `reading.read`. What it reads as a formula is parsed as LaTeX by math-verify's parser, without
+its search for an answer, which drops units and reads `50 \\sqrt{` as 50. Its own timeouts use a signal and are switched
+off (0); the judge pool kills a worker that takes too long.
 """
 
 from __future__ import annotations
@@ -14,14 +14,27 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
+from latex2sympy2_extended import NormalizationConfig, latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from math_verify import verify
+from math_verify.grader import should_treat_as_complex
 
 from npu_vlrl.types import DataError, Verdict
 from npu_vlrl.workflow.rewards.exact import LITERAL, literal_value
 from npu_vlrl.workflow.rewards.extract import last_box
 from npu_vlrl.workflow.rewards.functions import same_function
-from npu_vlrl.workflow.rewards.reading import Ambiguous, Formula, Group, Labelled, Number, Option, Reading, Text, read, same
+from npu_vlrl.workflow.rewards.reading import (
+    Ambiguous,
+    Formula,
+    Group,
+    Labelled,
+    Number,
+    Option,
+    Reading,
+    Text,
+    read,
+    same,
+)
 
 __all__ = ["check_gold", "equals", "last_box", "score"]
 
@@ -29,14 +42,12 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every st
 
 NO_BOX_FEEDBACK = "Your answer has no \\boxed{}. Put your final answer in \\boxed{}."
 
-_LATEX = (
-    LatexExtractionConfig(
-        boxed_match_priority=0,
-        normalization_config=NormalizationConfig(
-            basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="all", equations=False
-        ),
-    ),
+_NORMALISATION = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
+"""In lower case R^2 - r^2 would be 0."""
+
 _DIGITS = 50
 """Decimal places of math-verify's comparisons inside equations and matrices."""
 
@@ -77,11 +88,13 @@ def equals(answer: str, box: str | None) -> bool:
 
 
 def equals_published(answer: str, box: str) -> bool:
-    """As `equals`, for the golds of published benchmarks, which nobody can correct: an ambiguous one is read as the
-    English-speaking world writes it, `1,5` as the list of 1 and 5, and one that cannot be parsed equals nothing else.
+    """As `equals`, for the golds of published benchmarks, which nobody can correct.
+
+    One with several readings has the first, that of English texts: `1,5` is a list. One that cannot be read at all is
+    equal to what is written in the same way.
     """
-    gold = read(answer)
-    return same(gold, read(box), _same_formula)
+    gold, said = read(answer), read(box)
+    return same(gold, said, _same_formula) or (gold == said and gold != Text(""))
 
 
 @lru_cache(maxsize=1024)
@@ -94,13 +107,11 @@ def _read_gold(answer: str) -> Reading:
         )
     reading = read(gold)
     if isinstance(reading, Ambiguous):
-        raise DataError(
-            f"the gold answer {answer[:80]!r} can be read as {' or as '.join(reading.meanings)}; {reading.remedy}"
-        )
+        raise DataError(reading.refusal(answer))
     if reading == Text(""):
         raise _unparsed(answer)
     for formula in _formulas(reading):
-        if not _parse(formula.latex):
+        if _parse(formula.latex) is None:
             raise _unparsed(answer)
     return reading
 
@@ -124,17 +135,29 @@ def _formulas(reading: Reading) -> Iterator[Formula]:
 
 def _same_formula(gold: Formula, answer: Formula) -> bool:
     left, right = _parse(gold.latex), _parse(answer.latex)
-    if not left or not right:
+    if left is None or right is None:
         return False
-    if len(left) == len(right) == 1 and (decided := same_function(left[0], right[0])) is not None:
+    if (decided := same_function(left, right)) is not None:
         return decided
     return bool(verify(left, right, float_rounding=_DIGITS, numeric_precision=_DIGITS, timeout_seconds=0))
 
 
 @lru_cache(maxsize=1024)
-def _parse(latex: str) -> list[Any]:
-    plain = LITERAL.sub(_exact_literal, latex).replace("°", "^\\circ ").replace("%", "\\%")
-    return list(parse(f"\\boxed{{{plain}}}", _LATEX, fallback_mode="no_fallback", parsing_timeout=0))
+def _parse(latex: str) -> Any:
+    """The sympy object of a formula; None when it cannot be parsed."""
+    plain = LITERAL.sub(_exact_literal, latex)
+    for character, command in (("°", "^\\circ "), ("%", "\\%"), ("⟨", "\\langle "), ("⟩", "\\rangle ")):
+        plain = plain.replace(character, command)
+    try:
+        return latex2sympy(
+            plain,
+            is_real=not should_treat_as_complex(plain),
+            convert_degrees=True,
+            normalization_config=_NORMALISATION,
+            conversion_config=_CONVERSION,
+        )
+    except Exception:  # of any kind: its grammar, its own code and sympy's raise what they like
+        return None
 
 
 def _exact_literal(literal: re.Match[str]) -> str:

@@ -34,13 +34,26 @@ _COMMANDS = {
     "⊥": "perp",
     "→": "to",
 }
-_GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho - sigma tau upsilon phi"
+_GREEK = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho - sigma tau upsilon phi"
+)
 _COMMANDS |= {chr(0x3B1 + i): name for i, name in enumerate((_GREEK + " chi psi omega").split()) if name != "-"}
 _COMMANDS |= {"ϕ": "phi", "ϵ": "epsilon", "ϑ": "theta", "Δ": "Delta", "Σ": "Sigma", "Φ": "Phi"}
 _CHARACTERS = {character: f"\\{name} " for character, name in _COMMANDS.items()}
 _CHARACTERS |= dict.fromkeys("‐‑‒–—−﹣－", "-") | dict.fromkeys("º˚∘", "°") | dict.fromkeys("“”„«»「」", '"')
 _CHARACTERS |= dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "") | dict.fromkeys("‘’", "'")
-_CHARACTERS |= {"。": ".", "．": ".", "、": ", ", "′": "'", "″": '"', "⁄": "/", "∕": "/", "〔": "(", "〕": ")", "₽": "₽"}
+_CHARACTERS |= {
+    "。": ".",
+    "．": ".",
+    "、": ", ",
+    "′": "'",
+    "″": '"',
+    "⁄": "/",
+    "∕": "/",
+    "〔": "(",
+    "〕": ")",
+    "₽": "₽",
+}
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 _LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-", strict=True))
 _KEPT = "²³¹⁰⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉₊₋√…"
@@ -100,6 +113,11 @@ _STEPS = [
         (r"\\geq(?![A-Za-z])", r"\\ge"),
         (r"\\neq(?![A-Za-z])", r"\\ne"),
         (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty"),
+        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+        (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\(?:varnothing|\{\s*\\\})(?![A-Za-z])", r"\\emptyset "),
+        (r"\\langle(?![A-Za-z])", "⟨"),
+        (r"\\rangle(?![A-Za-z])", "⟩"),
     )
 ]
 
@@ -147,7 +165,7 @@ def _bare(text: str) -> str:
     while before != text:
         before, text = text, re.sub(r"\s+", " ", text).strip(" ")
         if not text.endswith(".."):
-            text = text.rstrip(" .,;!")
+            text = re.sub(r"^\s*=(?!=)|[ .,;]+$|(?:\s*\\\\)+$", "", text)
         for mark in ("**", "`", '"', "'", "*"):
             if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
                 text = text[len(mark) : -len(mark)]

@@ -80,6 +80,9 @@ class Ambiguous:
     options: tuple[Reading, ...]
     remedy: str
 
+    def refusal(self, gold: str) -> str:
+        return f"the gold answer {gold[:80]!r} can be read as {' or as '.join(self.meanings)}; {self.remedy}"
+
 
 Reading = Text | Option | Number | Formula | Group | Labelled | Ambiguous
 Formulas = Callable[[Formula, Formula], bool]
@@ -107,23 +110,25 @@ def same(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
     if isinstance(gold, Group) or isinstance(answer, Group):
         return _same_group(gold, answer, formulas)
     if isinstance(gold, Text) or isinstance(answer, Text):
-        return _letters_of(gold) == _letters_of(answer)
+        return _same_text(gold, answer, formulas)
     if isinstance(gold, Option) or isinstance(answer, Option):
         return _same_option(gold, answer, formulas)
     return _same_quantity(gold, answer, formulas)
 
 
-def number(text: str, unit: str | None = None) -> Fraction | None:
-    """The value of a text that is one number, with any unit or only with `unit`; else None."""
+def quantity(text: str) -> Number | None:
+    """The number, with its unit, that all of `text` is: also as `x = 5` or with a decimal comma. None for others."""
     reading = read(text)
-    while isinstance(reading, Labelled | Ambiguous):
-        numbers = [option for option in getattr(reading, "options", ()) if isinstance(option, Number)]
-        reading = reading.value if isinstance(reading, Labelled) else next(iter(numbers), Text(""))
-    if not isinstance(reading, Number):
-        return None
-    wanted = None if unit is None else parse_unit(unit)
-    fits = wanted is None or reading.unit is None or bool(reading.unit.factors(wanted))
-    return reading.value if fits else None
+    if isinstance(reading, Labelled):
+        reading = reading.value
+    if isinstance(reading, Ambiguous):
+        reading = next((option for option in reading.options if isinstance(option, Number)), reading)
+    return reading if isinstance(reading, Number) else None
+
+
+def same_plain(gold: str, answer: str) -> bool:
+    """As `same` without math-verify: formulas must be written alike. Linear in the texts."""
+    return same(read(gold), read(answer), lambda one, other: False)
 
 
 def _read(text: str, depth: int, decimal_comma: bool) -> Reading:
@@ -143,26 +148,43 @@ def _read(text: str, depth: int, decimal_comma: bool) -> Reading:
     parts = _split(text, ("\\approx",))
     if len(parts) > 1 and all(part.strip() for part in parts[1:]):
         options = [_read(part.strip(), depth + 1, decimal_comma) for part in parts if part.strip()]
-        return options[0] if len(options) == 1 else Ambiguous(tuple(parts), tuple(options), "write the exact value alone")
+        return (
+            options[0] if len(options) == 1 else Ambiguous(tuple(parts), tuple(options), "write the exact value alone")
+        )
     labelled = _labelled(text, depth, decimal_comma)
-    return labelled or _group(text, depth) or _quantity(text) or _rest(text, plain)
+    if labelled is not None:
+        return labelled
+    if re.search(r"\\pm(?![A-Za-z])", text):
+        upper, lower = (
+            re.sub(r"\\mp(?![A-Za-z])", other, re.sub(r"\\pm(?![A-Za-z])", sign, text)) for sign, other in ("+-", "-+")
+        )
+        return Group(
+            "", tuple(_read(side.removeprefix("+").strip(), depth + 1, decimal_comma) for side in (upper, lower))
+        )
+    return _group(text, depth) or _quantity(text) or _rest(text, plain)
+
+
+_NAMES = re.compile(
+    r"(?:[A-Za-z\s{}',]|\\(?:angle|triangle|overline|overrightarrow|overleftrightarrow|vec|bar|hat|odot|parallel|perp|cong|sim|to"
+    r"|rightarrow)(?![A-Za-z]))+|(?:[A-Z][a-z]?(?:_\s*(?:\{\w+\}|\w))?)+"
+)
+"""Names of figures, `\\triangle ABC`, of points and of substances, `H_2O`: their order counts."""
 
 
 def _rest(text: str, plain: str) -> Reading:
-    if re.fullmatch(r"\\pm\s*.+", text):
-        value = text[3:].strip()
-        return Group("", tuple(_quantity(sign + value) or Formula(sign + value) for sign in ("", "-")))
-    coded = re.search(r"[^\W\d_]{3}|^[^\W\d_]+\d", plain) and not re.search(r"[\\^_=+*/<>|{}]", plain)
+    coded = re.search(r"[^\W\d_]{3}|^[^\W\d_]+\d|\d_", plain) and not re.search(r"[\\^=+*/<>|]", plain)
     if coded or not plain or re.search(r"[\x00-\x1f]", plain):
         return Text(_letters(plain))
-    unit_at = _formula_unit(text)
+    if _NAMES.fullmatch(plain):
+        return Text(re.sub(r"[{}\s]", "", plain))
+    unit_at = None if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text) and text.endswith("°") else _formula_unit(text)
     unit = None if unit_at is None else parse_unit(text[unit_at:], known=True)
     return Formula(re.sub(r"\\text\{(\w)\}", r"\1", text[:unit_at].strip() if unit else text), unit)
 
 
 def _is_words(plain: str) -> bool:
     """Two letters or more and nothing that computes; `x-y`, `f(x)` and `y'` do."""
-    if not re.search(r"[^\W\d_].*[^\W\d_]", plain) or re.search(r"[\d\\^_=+*/<>|{}%$°&~@#]", plain):
+    if not re.search(r"[^\W\d_].*[^\W\d_]|[^\W\d_\x00-\x7f]", plain) or re.search(r"[\d\\^_=+*/<>|{}%$°&~@#]", plain):
         return False
     runs = re.findall(r"[^\W\d_]+", plain)
     if re.search(r"[-()\[\]']", plain) and any(len(run) == 1 and run.isascii() for run in runs):
@@ -179,15 +201,24 @@ def _letters(text: str) -> str:
     return re.sub(r"[\s\"'`]+", "", text).rstrip(".,;!").casefold()
 
 
-def _letters_of(reading: Reading) -> str | None:
-    if isinstance(reading, Text):
-        return reading.letters
-    if isinstance(reading, Option):
-        return _letters(reading.letter + reading.rest) if not reading.rest else None
-    return _letters(without_fonts(reading.latex)) if isinstance(reading, Formula) and reading.unit is None else None
+def _same_text(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
+    """Letter by letter. A name of two or three letters is also the product that a formula writes with signs."""
+    if isinstance(gold, Text) and isinstance(answer, Text):
+        return gold.letters == answer.letters
+    text, other = (gold, answer) if isinstance(gold, Text) else (answer, gold)
+    assert isinstance(text, Text)
+    if isinstance(other, Formula):
+        if _letters(without_fonts(other.latex)) == text.letters:
+            return True
+        if other.unit is None and re.fullmatch(r"[a-z]{2,3}", text.letters) and "cdot" in other.latex:
+            product = Formula(" ".join(text.letters))
+            return formulas(product, other) if text is gold else formulas(other, product)
+    return False
 
 
-_DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}/\d{1,2}/\d{4}|\d{1,2}:\d{2}(?::\d{2})?(?:\s*[ap]\.?m\.?)?", re.IGNORECASE)
+_DATE = re.compile(
+    r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}/\d{1,2}/\d{4}|\d{1,2}:\d{2}(?::\d{2})?(?:\s*[ap]\.?m\.?)?", re.IGNORECASE
+)
 
 
 def _quantity(text: str) -> Reading | None:
@@ -218,7 +249,7 @@ def _quantity(text: str) -> Reading | None:
 
 def _compound(value: Fraction, rest: str) -> Reading | None:
     """`2 h 30 min`: a smaller quantity of the same kind added."""
-    cut = re.search(r"[\s,]+(?:and\s+)?(?=\d)", rest)
+    cut = re.search(r"[\s,]+(?:and\s+)?(?=\d)", rest) if len(rest) < 60 else None
     first = parse_unit(rest[: cut.start()]) if cut else None
     second = _quantity(rest[cut.end() :]) if cut and first else None
     if first is None or not isinstance(second, Number) or second.unit is None:
@@ -265,7 +296,7 @@ def _separated(text: str) -> list[str]:
 
 _AROUND = r"[-+]?\s*(?:(?:US)?[$€£¥]\s*)?", r"(?:\s*(?:[^\W\d_]|[°%$€£¥/^{}\\.]|(?<=[\^{])-?\d)*)*"
 _THOUSANDS = re.compile(_AROUND[0] + r"[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?:\.\d+)?(?![\d,])[^,]*", re.DOTALL)
-_EUROPEAN = re.compile(_AROUND[0] + r"\d{1,3}(?:\.\d{3}){2,},\d+")
+_EUROPEAN = re.compile(_AROUND[0] + r"\d{1,3}(?:(?:\.\d{3}){2,}|(?: \d{3})+),\d+")
 _DECIMAL = re.compile(_AROUND[0] + r"(?:\d+|\d{1,3}(?:\.\d{3})+)")
 _INDIAN = re.compile(r"[-+]?\d{1,2}(?:,\d{2})+,\d{3}")
 _FRACTIONAL = re.compile(r"(\d+)(?:[eE][-+]?\d+)?(?![\d.,^/:(\[])([^,(\[]*)")
@@ -284,7 +315,9 @@ def _one_number(text: str, items: Sequence[str]) -> Ambiguous | list[str] | None
     if not isinstance(number, Number):
         return None
     listed = Group("", tuple(_read(item, 1, decimal_comma=False) for item in items))
-    return Ambiguous((f"the list {', '.join(items)}", f"the number {_decimal(number)}"), (listed, number), _COMMA_REMEDY)
+    return Ambiguous(
+        (f"the list {', '.join(items)}", f"the number {_decimal(number)}"), (listed, number), _COMMA_REMEDY
+    )
 
 
 def _decimal(number: Number) -> str:
@@ -318,19 +351,19 @@ def _labelled(text: str, depth: int, decimal_comma: bool) -> Reading | None:
 
 def _is_label(text: str) -> bool:
     plain = re.sub(r"_\s*(?:\{[^{}]*\}|\w)", "", without_fonts(text))
-    plain = re.sub(r"\\(?:angle|triangle|overline|overrightarrow|vec|bar|hat|measuredangle|[A-Za-z]*[Dd]elta)", "", plain)
+    plain = re.sub(
+        r"\\(?:angle|triangle|overline|overrightarrow|vec|bar|hat|measuredangle|[A-Za-z]*[Dd]elta)", "", plain
+    )
     plain = re.sub(r"\\(?:alpha|beta|gamma|theta|phi|lambda|mu|rho|sigma|omega)\s*", "a", plain)
-    return len(plain) <= 40 and bool(re.fullmatch(r"[\s{}]*[^\W\d_][^\W\d_\s{}'.]*(?:[\s{}'.]*[^\W\d_]*)*(?:\([\w\s,]*\))?[\s{}]*", plain))
-
-
-_CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "<": ">"}
+    return len(plain) <= 40 and bool(
+        re.fullmatch(r"[\s{}]*[^\W\d_][^\W\d_\s{}'.]*(?:[\s{}'.]*[^\W\d_]*)*(?:\([\w\s,]*\))?[\s{}]*", plain)
+    )
 
 
 def _group(text: str, depth: int) -> Reading | None:
     """A tuple, set or interval: brackets around all of the text with commas or semicolons within."""
-    text = re.sub(r"^\\langle\s*|\s*\\rangle$", lambda angle: "<" if "l" == angle[0].strip()[1] else ">", text)
-    opening = next((mark for mark in ("\\{", "(", "[", "<") if text.startswith(mark)), None)
-    closing = next((mark for mark in ("\\}", ")", "]", ">") if text.endswith(mark)), None)
+    opening = next((mark for mark in ("\\{", "(", "[", "⟨") if text.startswith(mark)), None)
+    closing = next((mark for mark in ("\\}", ")", "]", "⟩") if text.endswith(mark)), None)
     if opening is None or closing is None or len(text) <= len(opening) + len(closing):
         return None
     inner = text[len(opening) : -len(closing)]
@@ -359,10 +392,10 @@ def _split(text: str, separators: Sequence[str]) -> list[str]:
     """`text` cut at separators outside of all brackets. `{,}`, `<=`, `!=` and `\\ne` are none."""
     pattern = "|".join(map(re.escape, separators))
     parts, start, depth = [], 0, 0
-    for token in re.finditer(rf"\{{,\}}|\\[{{}}]|[<>!:]=|(?P<cut>{pattern})|[()\[\]{{}}]", text):
-        if token[0] in ("(", "[", "{", "\\{"):
+    for token in re.finditer(rf"\{{,\}}|\\[{{}}]|[<>!:]=|(?P<cut>{pattern})|[()\[\]{{}}⟨⟩]", text):
+        if token[0] in ("(", "[", "{", "\\{", "⟨"):
             depth += 1
-        elif token[0] in (")", "]", "}", "\\}"):
+        elif token[0] in (")", "]", "}", "\\}", "⟩"):
             depth -= 1
         elif token["cut"] and depth <= 0:
             parts.append(text[start : token.start()])
@@ -388,8 +421,10 @@ def _same_group(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
     kinds = {mine.brackets, yours.brackets}
     if len(kinds) == 2 and "" not in kinds:
         return False
-    if len(kinds) == 2 and not isinstance(gold, Group) | isinstance(answer, Group):
-        return False
+    if not isinstance(gold, Group) or not isinstance(answer, Group):  # one value is the set of it alone
+        return (
+            kinds == {"", "{}"} and len(mine.items) == len(yours.items) and _each_has(mine.items, yours.items, formulas)
+        )
     named = [isinstance(item, Labelled) for item in (*mine.items, *yours.items)]
     ordered = bool(kinds - {"", "{}"}) or (any(named) and not all(named))
     if ordered:
@@ -397,10 +432,10 @@ def _same_group(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
         return len(mine.items) == len(yours.items) and all(same(one, other, formulas) for one, other in pairs)
     if kinds == {""}:
         return len(mine.items) == len(yours.items) and _each_has(mine.items, yours.items, formulas, once=True)
-    return _each_has(mine.items, yours.items, formulas, once=False)
+    return _each_has(mine.items, yours.items, formulas)
 
 
-def _each_has(gold: Sequence[Reading], answer: Sequence[Reading], formulas: Formulas, once: bool) -> bool:
+def _each_has(gold: Sequence[Reading], answer: Sequence[Reading], formulas: Formulas, once: bool = False) -> bool:
     """Whether each element has an equal one on the other side, each used `once` or, in a set, as often as needed."""
     left = list(answer)
     for item in gold:
@@ -427,6 +462,8 @@ def _same_option(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
 
 def _same_quantity(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
     assert isinstance(gold, Number | Formula) and isinstance(answer, Number | Formula)
+    if isinstance(gold, Formula) and gold.unit == answer.unit and _written(gold) == _written(answer):
+        return True
     factors = [Fraction(1)]
     if gold.unit is not None and answer.unit is not None:
         factors = answer.unit.factors(gold.unit)
@@ -435,11 +472,17 @@ def _same_quantity(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
     if isinstance(gold, Number) and isinstance(answer, Number):
         return any(gold.value == answer.value * factor for factor in factors)
     left = Formula(gold.latex)
-    scaled = [Formula(answer.latex if factor == 1 else f"{Number(factor).latex}\\cdot({answer.latex})") for factor in factors]
+    scaled = [
+        Formula(answer.latex if factor == 1 else f"{Number(factor).latex}\\cdot({answer.latex})") for factor in factors
+    ]
     if (gold.unit is None) != (answer.unit is None) and _is_degrees(gold.unit or answer.unit):
         half_turn = "\\frac{180}{\\pi}" if gold.unit is not None else "\\frac{\\pi}{180}"
         scaled.append(Formula(f"{half_turn}\\cdot({answer.latex})"))
     return any(formulas(left, right) for right in scaled)
+
+
+def _written(quantity: Number | Formula) -> str:
+    return re.sub(r"\s+", "", without_fonts(quantity.latex))
 
 
 def _is_degrees(unit: Unit | None) -> bool:

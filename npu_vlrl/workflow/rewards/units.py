@@ -41,7 +41,9 @@ class Unit:
 PERCENT = Unit((Meaning(frozenset({("%", 1)}), Fraction(1)),))
 DEGREE = Meaning(frozenset({("°", 1)}), Fraction(1))
 
-_PREFIXES = "n nano 1e-9|u micro 1e-6|μ micro 1e-6|m milli 1e-3|c centi 1e-2|d deci 1e-1|k kilo 1e3|M mega 1e6|G giga 1e9"
+_PREFIXES = (
+    "n nano 1e-9|u micro 1e-6|μ micro 1e-6|m milli 1e-3|c centi 1e-2|d deci 1e-1|k kilo 1e3|M mega 1e6|G giga 1e9"
+)
 _SCALED = """m meter,metre,米 m 1|g gram,gramme,克 g 1|L liter,litre,升 m^3 1e-3|l - m^3 1e-3|s second,sec,秒 s 1
 W watt,瓦 W 1|J joule,焦耳,焦 J 1|N newton,牛顿,牛 N 1|Pa pascal,帕 Pa 1|V volt,伏特,伏 V 1|A ampere,amp,安培,安 A 1
 Hz hertz,赫兹 Hz 1|Ω ohm,欧姆 Ω 1|F farad F 1|C coulomb C 1|mol mole,摩尔 mol 1|cal calorie cal 1|eV electronvolt eV 1|B byte B 1"""
@@ -53,14 +55,17 @@ mph - m/s 0.44704|kmh,kph,kmph - m/s 5/18|rad radian,弧度 rad 1|° degree,deg,
 °C,C,°Celsius celsius,摄氏度 °C 1|°F,F,°Fahrenheit fahrenheit,华氏度 °F 1|K,°K,°Kelvin kelvin °K 1|atm atmosphere atm 1|- person,people,人 人 1
 $,USD,US$ dollar,buck,美元 USD 1|€,EUR euro,欧元 EUR 1|£,GBP pound,pounds sterling,英镑 GBP 1|¥,CNY,RMB yuan,元,块,人民币 CNY 1
 ¥,JPY yen,日元 JPY 1|₹,INR,Rs rupee,卢比 INR 1|₩,KRW won KRW 1|¢ cent USD 0.01|- cent EUR 0.01|- 角 CNY 0.1|- dozen dozen 1
-- penny,pence,pennie GBP 0.01|- penny,pennie USD 0.01|%,pct percent,percentage % 1|- unit,单位 - 1"""
+- penny,pence,pennie GBP 0.01|- penny,pennie USD 0.01|%,pct percent,percentage % 1|- unit,单位,个,只,本,条,张,名,位,件 - 1"""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
 _POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
 _POWERED = {"squared": 2, "cubed": 3}
 _PER = ("per", "a", "an", "each")
 _PHRASES = (
-    re.compile(r"(?:°|(?:\\text\{\s*)?degrees?)\s*(?:\}\s*)?(?:\\text\{\s*)?([CFK](?:elsius|ahrenheit|elvin)?)\b\s*\}?"),
+    re.compile(
+        r"(?:°|(?:\\text\{\s*)?degrees?)\s*(?:\}\s*)?(?:\\text\{\s*)?([CFK](?:elsius|ahrenheit|elvin)?)\b\s*\}?"
+    ),
     re.compile(r"(?:\\text\{\s*)?\bper cent\b\s*\}?"),
+    re.compile(r"\\frac\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*\{((?:[^{}]|\{[^{}]*\})*)\}"),
 )
 _BARE = frozenset("mgshLl")
 """Letters that are units where nothing says so. Others, `t` or `d`, are variables unless they stand upright."""
@@ -74,10 +79,11 @@ _TOKEN = re.compile(
 
 def parse_unit(text: str, *, known: bool = False) -> Unit | None:
     """The unit that all of `text` is, or None. With `known`, words that no table has are none. See `normalise`."""
-    tokens = _tokens(_PHRASES[0].sub(r"°\1", _PHRASES[1].sub("%", text)), roman=False)
-    if not tokens:
+    temperature, percent, fraction = _PHRASES
+    tokens = _tokens(temperature.sub(r"°\1", percent.sub("%", fraction.sub(r"\1/\2", text))), roman=False)
+    if not tokens or tokens[0][0] != "word" or tokens[-1][0] == "operator":
         return None
-    spaced = text[0].isspace() or text.startswith("\\text")
+    spaced = text[0].isspace() or text.startswith("\\")
     product: Unit = Unit((Meaning(frozenset(), Fraction(1)),))
     ahead, sign = 1, 1
     i = 0
@@ -136,7 +142,9 @@ def _tokens(text: str, roman: bool) -> list[tuple[str, str, bool]]:
         elif kind == "power":
             tokens.append(("power", match["power"], roman))
         elif kind == "cjk":
-            tokens += [("operator", "/", roman) if word in "每" else ("word", word, roman) for word in _split(match["cjk"])]
+            tokens += [
+                ("operator", "/", roman) if word in "每" else ("word", word, roman) for word in _split(match["cjk"])
+            ]
         elif kind == "sign" or (kind == "operator" and match[0] in ("\\mu", "\\Omega")):
             tokens.append(("word", re.sub(r"\s", "", match[0]).replace("\\mu", "μ").replace("\\Omega", "Ω"), roman))
         elif kind == "word" and match["word"].casefold() in _PER and tokens:
@@ -175,8 +183,8 @@ def _lookup(word: str, spaced: bool, roman: bool, known: bool) -> Unit | None:
 
 def _singular(word: str) -> str:
     irregular = {"children": "child", "men": "man", "women": "woman", "mice": "mouse", "feet": "foot"}
-    if word.endswith("ies") and len(word) > 4:
-        return word[:-3] + "y"
+    if re.search(r"..ies?$", word):
+        return re.sub(r"ies?$", "y", word)
     if re.search(r"(?:s|x|z|ch|sh|o)es$", word):
         return word[:-2]
     return irregular.get(word) or (word[:-1] if word.endswith("s") and not word.endswith("ss") else word)
