@@ -6,9 +6,9 @@ import math
 from typing import Literal
 
 from npu_vlrl.types import DataError, Verdict
-from npu_vlrl.workflow.rewards.reading import quantity
+from npu_vlrl.workflow.rewards.answers import quantity
+from npu_vlrl.workflow.rewards.answers.units import DEGREE
 from npu_vlrl.workflow.rewards.tagged import last_tag
-from npu_vlrl.workflow.rewards.units import DEGREE
 
 Distance = Literal["circular", "linear"]
 

@@ -12,11 +12,11 @@ from fractions import Fraction
 from typing import Any
 
 from npu_vlrl.types import DataError, Verdict
-from npu_vlrl.workflow.rewards.choices import option, stated
+from npu_vlrl.workflow.rewards.answers import Number, quantity, same_plain
+from npu_vlrl.workflow.rewards.answers.choices import option, stated
+from npu_vlrl.workflow.rewards.answers.units import PERCENT
 from npu_vlrl.workflow.rewards.extract import boxed, first_letter, last_box, letter, number, yes_or_no
 from npu_vlrl.workflow.rewards.math_verify import equals_published
-from npu_vlrl.workflow.rewards.reading import Number, quantity, same_plain
-from npu_vlrl.workflow.rewards.units import PERCENT
 
 Extra = Mapping[str, Any]
 
@@ -65,8 +65,8 @@ def _share(text: str) -> Number | None:
 def mathvista(answer: str, text: str, extra: Extra) -> bool:
     """The answer found, brought to the form of the gold, is equal to it.
 
-    Whole numbers lose their decimals, decimal ones are rounded to the gold's `precision`. Of choices it is the one whose
-    letter was given; else the one with the same reading, then the most similar one, by edit distance.
+    Whole numbers lose their decimals, decimal ones are rounded to the gold's `precision`. Of choices it is the one
+    whose letter was given; else the one with the same reading, then the most similar one, by edit distance.
     """
     quoted = re.search(r'The answer is "([^"\n]*)"', text)
     found = last_box(text)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from npu_vlrl.workflow.rewards.choices import option, stated
-from npu_vlrl.workflow.rewards.normalise import normalise, without_fonts
-from npu_vlrl.workflow.rewards.reading import LONGEST, quantity
+from npu_vlrl.workflow.rewards.answers.choices import option, stated
+from npu_vlrl.workflow.rewards.answers.normalise import normalise, without_fonts
+from npu_vlrl.workflow.rewards.answers.reading import LONGEST, quantity
 
 _TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -37,8 +37,8 @@ def boxed(text: str) -> str:
 
 
 def letter(text: str) -> str | None:
-    """The option's letter in the last box, such as `B`, `(B)` or `B. 12 cm`; where the box holds something else or there
-    is none, the last one that stands after `answer` or `answer is`.
+    """The option's letter in the last box, such as `B`, `(B)` or `B. 12 cm`; where the box holds something else or
+    there is none, the last one that stands after `answer` or `answer is`.
     """
     found = option(boxed(text)) if last_box(text) is not None else None
     return stated(text) if found is None else found[0].upper()

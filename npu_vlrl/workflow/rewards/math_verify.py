@@ -20,21 +20,10 @@ from math_verify import verify
 from math_verify.grader import should_treat_as_complex
 
 from npu_vlrl.types import DataError, Verdict
-from npu_vlrl.workflow.rewards.exact import LITERAL, literal_value
+from npu_vlrl.workflow.rewards.answers import Ambiguous, Formula, Group, Labelled, Number, Reading, Text, read, same
+from npu_vlrl.workflow.rewards.answers.exact import LITERAL, literal_value
+from npu_vlrl.workflow.rewards.answers.functions import same_function
 from npu_vlrl.workflow.rewards.extract import last_box
-from npu_vlrl.workflow.rewards.functions import same_function
-from npu_vlrl.workflow.rewards.reading import (
-    Ambiguous,
-    Formula,
-    Group,
-    Labelled,
-    Number,
-    Option,
-    Reading,
-    Text,
-    read,
-    same,
-)
 
 __all__ = ["check_gold", "equals", "last_box", "score"]
 

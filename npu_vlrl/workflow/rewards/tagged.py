@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from npu_vlrl.types import DataError, Verdict
-from npu_vlrl.workflow.rewards.reading import Ambiguous, Number, Option, read, same_plain
+from npu_vlrl.workflow.rewards.answers import Ambiguous, Number, Option, read, same_plain
 
 OPEN, CLOSE = "<answer>", "</answer>"
 

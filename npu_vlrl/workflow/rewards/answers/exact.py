@@ -1,4 +1,4 @@
-"""Exact values of numbers in all their writings: `1,234.5`, `1.2\\times10^{-3}`, `1\\frac{1}{2}`, `0.\\overline{3}`, `2B_{16}`.
+"""Exact values of numbers in all their writings: `1,234.5`, `1.2\\times10^{-3}`, `1\\frac{1}{2}`, `2B_{16}`.
 
 A number is an expression of digits alone, and its value a fraction. Whatever has a letter, a root or a function is left
 to math-verify. Expects text of `normalise`.

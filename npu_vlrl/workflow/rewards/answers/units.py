@@ -1,17 +1,20 @@
 """Units, currencies and counted things behind a number: which are the same, and by which factor they differ.
 
-A unit is a product of bases, so that `km/h`, `m s^{-1}` and `meters per second` compare, with a factor to these bases. A
-word that no table has is a base of its own: five apples are not five pears. Some names have several meanings (a pound
-is money or a mass), and units are the same when one meaning of each is.
+A unit is a product of bases, so that `km/h`, `m s^{-1}` and `meters per second` compare, with a factor to these bases.
+A word that no table has is a base of its own: five apples are not five pears. Some names have several meanings (a
+pound is money or a mass), and units are the same when one meaning of each is.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
+
+from npu_vlrl.workflow.rewards.answers.unit_table import PLAIN, PREFIXES, SCALED
 
 Bases = frozenset[tuple[str, int]]
 
@@ -24,38 +27,25 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Unit:
-    """Example: `parse_unit("km/h", roman=False)` has one meaning, {m: 1, s: -1} with the factor 5/18."""
+    """Example: `parse_unit("km/h")` has one meaning, {m: 1, s: -1} with the factor 5/18."""
 
     meanings: tuple[Meaning, ...]
 
     def factors(self, other: Unit) -> list[Fraction]:
         """For each meaning that both share: how many of `other` are one of this; empty for different units."""
-        pairs = itertools.product(self.meanings, other.meanings)
+        pairs = product(self.meanings, other.meanings)
         return [mine.factor / yours.factor for mine, yours in pairs if mine.bases == yours.bases]
 
     def times(self, other: Unit) -> Unit:
-        pairs = itertools.product(self.meanings, other.meanings)
+        pairs = product(self.meanings, other.meanings)
         return Unit(tuple(_product(mine, 1, yours, 1) for mine, yours in pairs))
 
+
+Names = dict[str, tuple[Meaning, ...]]
 
 PERCENT = Unit((Meaning(frozenset({("%", 1)}), Fraction(1)),))
 DEGREE = Meaning(frozenset({("°", 1)}), Fraction(1))
 
-_PREFIXES = (
-    "n nano 1e-9|u micro 1e-6|μ micro 1e-6|m milli 1e-3|c centi 1e-2|d deci 1e-1|k kilo 1e3|M mega 1e6|G giga 1e9"
-)
-_SCALED = """m meter,metre,米 m 1|g gram,gramme,克 g 1|L liter,litre,升 m^3 1e-3|l - m^3 1e-3|s second,sec,秒 s 1
-W watt,瓦 W 1|J joule,焦耳,焦 J 1|N newton,牛顿,牛 N 1|Pa pascal,帕 Pa 1|V volt,伏特,伏 V 1|A ampere,amp,安培,安 A 1
-Hz hertz,赫兹 Hz 1|Ω ohm,欧姆 Ω 1|F farad F 1|C coulomb C 1|mol mole,摩尔 mol 1|cal calorie cal 1|eV electronvolt eV 1|B byte B 1"""
-_PLAIN = """min minute,分钟,分 s 60|h,hr hour,小时 s 3600|- day,天,日 s 86400|- week,周 s 604800|- month,个月 month 1
-yr year,年 month 12|in inch,inche,英寸 m 0.0254|ft foot,feet,英尺 m 0.3048|yd yard,码 m 0.9144|mi mile,英里 m 1609.344
-- 公里 m 1000|- 公斤 g 1000|- 里 m 500|- 斤 g 500|- 亩 亩 1|- 吨,tonne g 1000000|t - g 1000000|- ton ton 1|- ton g 1000000
-lb,lbs pound,磅 lb 1|oz ounce lb 0.0625|ha hectare,公顷 m^2 10000|- acre acre 1|gal gallon gal 1|- quart gal 0.25
-mph - m/s 0.44704|kmh,kph,kmph - m/s 5/18|rad radian,弧度 rad 1|° degree,deg,度 ° 1|° degree,度 °C 1|° degree,度 °F 1
-°C,C,°Celsius celsius,摄氏度 °C 1|°F,F,°Fahrenheit fahrenheit,华氏度 °F 1|K,°K,°Kelvin kelvin °K 1|atm atmosphere atm 1|- person,people,人 人 1
-$,USD,US$ dollar,buck,美元 USD 1|€,EUR euro,欧元 EUR 1|£,GBP pound,pounds sterling,英镑 GBP 1|¥,CNY,RMB yuan,元,块,人民币 CNY 1
-¥,JPY yen,日元 JPY 1|₹,INR,Rs rupee,卢比 INR 1|₩,KRW won KRW 1|¢ cent USD 0.01|- cent EUR 0.01|- 角 CNY 0.1|- dozen dozen 1
-- penny,pence,pennie GBP 0.01|- penny,pennie USD 0.01|%,pct percent,percentage % 1|- unit,单位,个,只,本,条,张,名,位,件 - 1"""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
 _POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
 _POWERED = {"squared": 2, "cubed": 3}
@@ -72,8 +62,8 @@ _BARE = frozenset("mgshLl")
 
 CURRENCY = re.compile(r"(?:US)?\$|[€£¥₹₩]|(?:USD|EUR|GBP|CNY|RMB|JPY|INR|Rs\.?)(?=[\s\d])")
 _TOKEN = re.compile(
-    r"\\text\{(?P<text>[^{}]*)\}|\^\s*\{?\s*(?P<power>[-+]?\d)\s*\}?|(?P<sign>°\s*(?:[CFK](?:elsius|ahrenheit|elvin)?(?![A-Za-z]))?|[%¢Ω]|(?:US)?\$|"
-    r"[€£¥₹₩])|(?P<word>[A-Za-z]+\.?)|(?P<cjk>[\u4e00-\u9fff]+)|(?P<operator>/|\\cdot|\\times|\*|-|\\mu|\\Omega)|(?P<space>\s+)"
+    r"\\text\{(?P<text>[^{}]*)\}|\^\s*\{?\s*(?P<power>[-+]?\d)\s*\}?|"
+    r"(?P<sign>°\s*(?:[CFK](?:elsius|ahrenheit|elvin)?(?![A-Za-z]))?|[%¢Ω'\"]|(?:US)?\$|[€£¥₹₩])|(?P<word>[A-Za-z]+\.?)|(?P<cjk>[\u4e00-\u9fff]+)|(?P<operator>/|\\cdot|\\times|\*|-|\\mu|\\Omega)|(?P<space>\s+)"
 )
 
 
@@ -84,7 +74,7 @@ def parse_unit(text: str, *, known: bool = False) -> Unit | None:
     if not tokens or tokens[0][0] != "word" or tokens[-1][0] == "operator":
         return None
     spaced = text[0].isspace() or text.startswith("\\")
-    product: Unit = Unit((Meaning(frozenset(), Fraction(1)),))
+    unit = Unit((Meaning(frozenset(), Fraction(1)),))
     ahead, sign = 1, 1
     i = 0
     while i < len(tokens):
@@ -109,9 +99,9 @@ def parse_unit(text: str, *, known: bool = False) -> Unit | None:
         elif i < len(tokens) and tokens[i][1] in _POWERED:
             power *= _POWERED[tokens[i][1]]
             i += 1
-        meanings = (_product(old, 1, new, power) for old, new in itertools.product(product.meanings, found.meanings))
-        product, ahead = Unit(tuple(meanings)[:8]), 1
-    return product
+        meanings = (_product(old, 1, new, power) for old, new in product(unit.meanings, found.meanings))
+        unit, ahead = Unit(tuple(meanings)[:8]), 1
+    return unit
 
 
 def scale(text: str) -> tuple[int, str]:
@@ -201,45 +191,33 @@ def _product(one: Meaning, power: int, other: Meaning, its_power: int) -> Meanin
 
 
 def _bases(text: str) -> Bases:
-    if text == "-":
-        return frozenset()
-    parts = (part.partition("^") for part in text.split("/"))
+    parts = (part.partition("^") for part in text.split("/") if part)
     return frozenset((name, int(exponent or 1) * (-1) ** i) for i, (name, _, exponent) in enumerate(parts))
 
 
-def _tables() -> tuple[dict[str, tuple[Meaning, ...]], dict[str, tuple[Meaning, ...]]]:
-    symbols: dict[str, tuple[Meaning, ...]] = {}
-    words: dict[str, tuple[Meaning, ...]] = {}
+def _rows(table: str) -> Iterator[tuple[list[str], list[str], Meaning]]:
+    for line in table.strip().split("\n"):
+        symbols, words, bases, factor = (cell.strip() for cell in line.split("|"))
+        yield symbols.split(), words.split(), Meaning(_bases(bases), Fraction(factor))
 
-    def enter(table: dict[str, tuple[Meaning, ...]], name: str, meaning: Meaning) -> None:
-        if name != "-":
-            table[name] = (*table.get(name, ()), meaning)
 
-    def entries(text: str) -> list[tuple[list[str], list[str], Meaning]]:
-        rows = [row.rsplit(" ", 2) for row in text.replace("\n", "|").split("|")]
-        return [
-            (names.split(" ", 1)[0].split(","), names.split(" ", 1)[-1].split(",") if " " in names else [],
-             Meaning(_bases(bases), Fraction(factor)))
-            for names, bases, factor in rows
-        ]  # fmt: skip
-
-    for its_symbols, its_words, meaning in entries(_PLAIN + "|" + _SCALED.replace("\n", "|")):
+def _tables() -> tuple[Names, Names]:
+    """Meanings by symbol and by word."""
+    symbols: Names = defaultdict(tuple)
+    words: Names = defaultdict(tuple)
+    for its_symbols, its_words, meaning in (*_rows(PLAIN), *_rows(SCALED)):
+        for names, table in ((its_symbols, symbols), (its_words, words)):
+            for name in names:
+                table[name] += (meaning,)
+    for (letter, latin, chinese, factor), (its_symbols, its_words, meaning) in product(PREFIXES, list(_rows(SCALED))):
+        scaled = Meaning(meaning.bases, meaning.factor * Fraction(factor))
         for name in its_symbols:
-            enter(symbols, name, meaning)
+            symbols[letter + name] += (scaled,)
         for name in its_words:
-            enter(words, name, meaning)
-    chinese = {"k": "千", "m": "毫", "c": "厘", "d": "分", "μ": "微", "n": "纳", "M": "兆"}
-    for prefix in _PREFIXES.split("|"):
-        letter, word, factor = prefix.split()
-        for its_symbols, its_words, meaning in entries(_SCALED):
-            scaled = Meaning(meaning.bases, meaning.factor * Fraction(factor))
-            for name in its_symbols:
-                enter(symbols, letter + name, scaled)
-            for name in its_words:
-                ahead = word if name.isascii() else chinese.get(letter)
-                if ahead and name != "-" and ahead + name not in words:
-                    enter(words, ahead + name, scaled)
-    return symbols, words
+            long = (latin if name.isascii() else chinese) + name
+            if long not in words:
+                words[long] += (scaled,)
+    return dict(symbols), dict(words)
 
 
 _SYMBOLS, _WORDS = _tables()

@@ -1,8 +1,8 @@
 """Whether two formulas are the same number or the same function of real variables, by their values.
 
-math-verify's own comparison takes differences below 10^-15 for 0, so that 2^-99 would equal 2^-98, and compares decimals
-to six places. Here values are compared relative to their size, at 40 digits and at points that no formula was made for
-(Schwartz 1980: an identity that fails almost nowhere holds).
+math-verify's own comparison takes differences below 10^-15 for 0, so that 2^-99 would equal 2^-98, and compares
+decimals to six places. Here values are compared relative to their size, at 40 digits and at points that no formula was
+made for: two formulas that differ, differ almost everywhere (Schwartz 1980).
 """
 
 from __future__ import annotations

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-_NAMED = r"(?:(?:the\s+)?(?:(?:correct|right|final|best)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*|(?:答案|选项?|故选)\s*[是为]?\s*:?\s*)"
+_NAMED = (
+    r"(?:(?:the\s+)?(?:(?:correct|right|final|best)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*|"
+    r"(?:答案|选项?|故选)\s*[是为]?\s*:?\s*)"
+)
 _OPTION = re.compile(
     rf"(?:{_NAMED})*(?:"
     r"[(\[]\s*([A-Za-z])\s*[)\]]\s*(?P<a>$|[.:,]\s*(?=\S)|(?![-+*/^_=<>!(|])|(?=-\S))|"

@@ -54,9 +54,9 @@ _CHARACTERS |= {
     "〕": ")",
     "₽": "₽",
 }
-_RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
-_LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-", strict=True))
-_KEPT = "²³¹⁰⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉₊₋√…"
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-")
+_RAISED_RUN, _LOWERED_RUN = (re.compile(f"[{''.join(map(chr, table))}]+") for table in (_RAISED, _LOWERED))
 
 
 class _Characters(dict[int, str]):
@@ -72,7 +72,7 @@ class _Characters(dict[int, str]):
 
     @staticmethod
     def _compatible(character: str) -> str:
-        if character in _KEPT or unicodedata.category(character) == "Cc":
+        if character in "√…" or unicodedata.category(character) == "Cc":
             return character
         if unicodedata.category(character) == "Zs":
             return " "
@@ -127,8 +127,9 @@ def normalise(text: str) -> str:
 
     Example: `normalise("$１２\\\\,５００\\\\text{ cm}²$.") == "12 500 \\\\text{cm} ^{2}"` but for spaces
     """
-    for raised, table, mark in ((_RAISED, "".join(_RAISED), "^"), (_LOWERED, "".join(_LOWERED), "_")):
-        text = re.sub(f"[{table}]+", lambda run, r=raised, m=mark: f"{m}{{{''.join(r[c] for c in run[0])}}}", text)
+    text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text)
+    text = _LOWERED_RUN.sub(lambda run: f"_{{{run[0].translate(_LOWERED)}}}", text)
+    text = re.sub(r"(?<=\d)\s*[–—]\s*(?=\d)", " to ", text)  # between numbers a long dash is a range
     text = _without_delimiters(text.translate(_TABLE))
     for pattern, replacement in _STEPS:
         text = pattern.sub(replacement, text)
@@ -140,6 +141,11 @@ def normalise(text: str) -> str:
 def without_fonts(text: str) -> str:
     """`text` with the content of each `\\text{…}` in place of it."""
     return re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+
+
+_PREFIX = re.compile(
+    r"^(\\text\{)?\s*(?:the )?(?:final |correct |right )?answer\s*(?:is\b|:|=)\s*:?\s*(\})?\s*(?=\S)", re.I
+)
 
 
 def _upright(font: re.Match[str]) -> str:
@@ -171,5 +177,6 @@ def _bare(text: str) -> str:
                 text = text[len(mark) : -len(mark)]
         if re.fullmatch(r"\{[^{}]*\}", text):
             text = text[1:-1]
+        text = _PREFIX.sub(lambda found: "\\text{" if found[1] and not found[2] else "", text)
         text = re.sub(r"^\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}$", r"\1", text)
     return text
