@@ -52,7 +52,7 @@ def _coordinate(point: int, symbol: int) -> sympy.Rational:
 
 def _value(formula: sympy.Expr, values: dict[Any, Any]) -> Any:
     try:
-        value = formula.subs(values).doit().evalf(_DIGITS)
+        value = formula.doit().evalf(_DIGITS, subs=values)  # not with exact values: x^100000000 would never end
     except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
         return None
     return value if value.is_number and (value.is_Float or value.is_Integer or len(value.as_real_imag()) == 2) else None
