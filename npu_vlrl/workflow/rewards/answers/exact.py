@@ -26,7 +26,7 @@ _EXPONENT = r"[eE][-+]?\d+(?![\w.])"
 LITERAL = re.compile(f"(?:(?P<repeated>{_REPEATED})|(?P<dotted>{_DOTTED})|(?P<groups>{_GROUPS})|(?P<comma>{_COMMA})|"
                      f"(?P<point>{_POINT}))(?P<exponent>{_EXPONENT})?", re.ASCII)  # fmt: skip
 _BASED = re.compile(
-    r"\(?\s*([0-9A-F]+(?:\.[0-9A-F]+)?)\s*\)?\s*(?:_\s*\{?\s*(?:\\text\{(\w+)\}|(\w+))\s*\}?|(?:\\text\{)?\s*base\s*(\w+)\s*\}?)",
+    r"\(?\s*(\d[\da-fA-F]*(?:\.[\da-fA-F]+)?|[A-F][\dA-F]+)\s*\)?\s*(?:_\s*\{?\s*(?:\\text\{(\w+)\}|(\w+))\s*\}?|(?:\\text\{)?\s*base\s*(\w+)\s*\}?)",
     re.ASCII,
 )
 _TIMES = re.compile(r"\s*(?:\\times|\\cdot|\*|[x](?=\s*10\s*\^))\s*")
@@ -62,7 +62,8 @@ def exact_prefix(text: str) -> Parsed | None:
 def _based(text: str) -> Fraction | None:
     match = _BASED.fullmatch(text.strip())
     if match is None:
-        return None
+        prefixed = re.fullmatch(r"0(?:x[\da-f]{1,400}|b[01]{1,400}|o[0-7]{1,400})", text.strip(), re.IGNORECASE)
+        return None if prefixed is None else Fraction(int(prefixed[0], 0))
     name = (match[2] or match[3] or match[4]).casefold()
     base = _BASES.get(name) or (int(name) if name.isdecimal() and len(name) < 3 else 0)
     whole, _, decimals = match[1].partition(".")

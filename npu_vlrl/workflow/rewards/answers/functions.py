@@ -7,13 +7,14 @@ made for: two formulas that differ, differ almost everywhere (Schwartz 1980).
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import sympy
 
 _DIGITS = 40
 _TOLERANCE = sympy.Float(10, _DIGITS) ** -30
-_POINTS = 6
+_POINTS = 8
 _ENOUGH = 2
 """Points at which both must be real numbers for a verdict."""
 
@@ -29,44 +30,26 @@ def same_function(gold: Any, answer: Any) -> bool | None:
     for point in range(_POINTS if symbols else 1):
         values = {symbol: _coordinate(point, i) for i, symbol in enumerate(symbols)}
         one, other = _value(gold, values), _value(answer, values)
-        if one is None or other is None:
-            return None
-        if not (_finite(one) and _finite(other)):
+        if one is None or other is None or (symbols and not (one.is_real or other.is_real)):
             continue
-        if symbols and not (one.is_real or other.is_real):
-            continue
-        equal = _close(one, other)
-        if equal is None:
-            return None
-        if not equal:
+        if abs(one - other) > _TOLERANCE * max(abs(one), abs(other)):
             return False
         seen += 1
-    return True if seen >= min(_ENOUGH, _POINTS if symbols else 1) else None
+    return True if seen >= (_ENOUGH if symbols else 1) else None
 
 
 def _coordinate(point: int, symbol: int) -> sympy.Rational:
-    """Positive at even points and negative at odd ones, different for each variable."""
-    size = sympy.Rational(7 + 13 * point + 5 * symbol, 11 + 3 * symbol + point)
+    """Up to 1 in one half of the points and up to 3 in the other; positive and negative; unrelated to each other."""
+    draw = random.Random(1000 * point + symbol)
+    size = sympy.Rational(draw.randint(100, 990) if point % 4 < 2 else draw.randint(1000, 3000), 997)
     return size if point % 2 == 0 else -size
 
 
 def _value(formula: sympy.Expr, values: dict[Any, Any]) -> Any:
-    try:
-        value = formula.doit().evalf(_DIGITS, subs=values)  # not with exact values: x^100000000 would never end
+    """A finite number, all of whose digits are right; None where there is none, as for what cancels to 0."""
+    try:  # the values are put in as decimals: x^100000000 of a fraction would never end
+        value = formula.doit().evalf(_DIGITS, subs=values, strict=True)
     except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
         return None
-    return value if value.is_number and (value.is_Float or value.is_Integer or len(value.as_real_imag()) == 2) else None
-
-
-def _finite(value: Any) -> bool:
-    return not value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo)
-
-
-def _close(one: Any, other: Any) -> bool | None:
-    """Relative to the larger; None where both may be 0, which digits cannot tell."""
-    size = max(abs(one), abs(other))
-    if size == 0:
-        return True
-    if min(abs(one), abs(other)) == 0 and size < sympy.Float(10) ** -_DIGITS:
-        return None
-    return bool(abs(one - other) <= _TOLERANCE * size)
+    finite = value.is_number and not value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo)
+    return value if finite and all(part.is_Number for part in value.as_real_imag()) else None

@@ -50,8 +50,8 @@ _CHARACTERS |= {
     "″": '"',
     "⁄": "/",
     "∕": "/",
-    "〔": "(",
-    "〕": ")",
+    "【": "(",
+    "】": ")",
     "₽": "₽",
 }
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
@@ -86,7 +86,8 @@ class _Characters(dict[int, str]):
 
 _TABLE = _Characters()
 _FONTS = (
-    r"\\(?:text(?:rm|bf|it|normal|sf|tt|up|md|sc)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|bm|boldsymbol|pmb|emph|"
+    r"\\(?:text(?:rm|bf|it|normal|sf|tt|up|md|sc)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?(?=\s*\{(?:"
+    r"[a-zA-Zμ]{1,2}|deg|mol|kcal|k?Wh|[kmMG]?Pa|[kmMG]?Hz)\})|bm|boldsymbol|pmb|emph|"
     r"underline|color\{\w+\}|textcolor\{\w+\})\s*\{([^{}]*)\}"
 )
 _OLD_FONTS = r"\{\s*\\(?:rm|bf|it|sf|tt)\s+([^{}]*)\}"
@@ -106,6 +107,7 @@ _STEPS = [
         (r"√", r"\\sqrt "),
         (r"\\ang\s*\{([^{}]*)\}", r"\1°"),
         (r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\}|°)|\\(?:degree|textdegree)(?![A-Za-z])", "°"),
+        (r"(?<=\d)\s*\^\s*(?:\{\s*o\s*\}|o|\\(?:text|mathrm)\s*\{\s*o\s*\})(?![A-Za-z])", "°"),
         (r"\\(?:lbrace|lbrack)(?![A-Za-z])", r"\\{"),
         (r"\\(?:rbrace|rbrack)(?![A-Za-z])", r"\\}"),
         (r"\\%", "%"),

@@ -16,7 +16,7 @@ from npu_vlrl.workflow.rewards.answers.lists import (
 )
 from npu_vlrl.workflow.rewards.answers.normalise import normalise, without_fonts
 from npu_vlrl.workflow.rewards.answers.types import Ambiguous, Formula, Group, Labelled, Number, Option, Reading, Text
-from npu_vlrl.workflow.rewards.answers.units import CURRENCY, parse_unit, scale
+from npu_vlrl.workflow.rewards.answers.units import CURRENCY, Unit, parse_unit, scale
 
 LONGEST = 2000
 """Characters of an answer that is read; a longer one is compared by its characters."""
@@ -200,12 +200,18 @@ def _quantity(text: str) -> Reading | None:
         return None
     places, rest = scale(body[parsed.end :])
     value = parsed.value * 10**places
-    unit = parse_unit(rest) if rest.strip() else None
+    unit = _unit_behind(rest)
+    if money is not None and currency is not None and (unit is None or not currency.factors(unit)):
+        unit = parse_unit(f"{money[2]} {rest}")
     if unit is None and rest.strip():
         return _compound(value, rest)
-    if currency is not None and unit is not None and not currency.factors(unit):
-        unit = currency.times(unit)
-    return _range(text, Number(value, unit or currency))
+    return _range(text, Number(value, unit))
+
+
+def _unit_behind(rest: str) -> Unit | None:
+    """`cm`, or `(cm)`, where other words than those of units are remarks."""
+    remark = re.fullmatch(r"\s*\(([^()]*)\)\s*", rest)
+    return parse_unit(rest) if remark is None else parse_unit(f" {remark[1].strip()}", known=True)
 
 
 def _range(text: str, difference: Number) -> Reading:
@@ -235,7 +241,7 @@ def _rest(text: str, plain: str) -> Reading:
     if coded or not plain or re.search(r"[\x00-\x1f]", plain):
         return Text(letters(plain))
     if _NAMES.fullmatch(plain):
-        return Text(re.sub(r"[{}\s]", "", plain))
+        return Text(letters(re.sub(r"\\overline(?![A-Za-z])|[{}]", "", plain)))
     in_function = text.endswith("°") and _TRIGONOMETRIC.search(text)
     behind = None if in_function else _UNIT_AT_END.search(text)
     unit = parse_unit(behind[0], known=True) if behind and behind.start() else None

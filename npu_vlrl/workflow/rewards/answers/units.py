@@ -36,10 +36,6 @@ class Unit:
         pairs = product(self.meanings, other.meanings)
         return [mine.factor / yours.factor for mine, yours in pairs if mine.bases == yours.bases]
 
-    def times(self, other: Unit) -> Unit:
-        pairs = product(self.meanings, other.meanings)
-        return Unit(tuple(_product(mine, 1, yours, 1) for mine, yours in pairs))
-
 
 Names = dict[str, tuple[Meaning, ...]]
 
@@ -163,7 +159,15 @@ def _lookup(word: str, spaced: bool, roman: bool, known: bool) -> Unit | None:
         allowed = roman or word in _BARE or (spaced and word.isupper())
         return Unit(_SYMBOLS[word]) if allowed and word in _SYMBOLS else None
     folded = word.casefold()
-    for table, name in ((_SYMBOLS, word), (_WORDS, folded), (_WORDS, folded.removesuffix("s")), (_FOLDED, folded)):
+    plural = word.removesuffix("s") if len(word) > 2 else word
+    names = (
+        (_SYMBOLS, word),
+        (_WORDS, folded),
+        (_WORDS, folded.removesuffix("s")),
+        (_SYMBOLS, plural),
+        (_FOLDED, folded),
+    )
+    for table, name in names:
         if name in table:
             return Unit(table[name])
     if known or (word.isascii() and (len(word) < 3 or not spaced)):
