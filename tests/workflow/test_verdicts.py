@@ -53,7 +53,9 @@ def test_refusals_name_the_gold_its_readings_and_the_remedy() -> None:
         DataError, match=r"'1,5' can be read as the list 1, 5 or as the number 1\.5; write a decimal poi"
     ):
         check_gold("1,5")
-    with pytest.raises(DataError, match=r"'3 4' can be read as the list 3, 4 or as 3 times 4; write the sign between th"):
+    with pytest.raises(
+        DataError, match=r"'3 4' can be read as the list 3, 4 or as 3 times 4; write the sign between th"
+    ):
         geometry3k.check_gold("3 4")
     with pytest.raises(
         DataError, match=r"'12,34,567' can be read as the list 12, 34, 567 or as the number 1234567; wri"
@@ -206,3 +208,34 @@ def test_a_megabyte_is_read_in_linear_time(part: str) -> None:
     assert not same_plain("5", text) and not tagged.score("5", f"<answer>{text}</answer>").solved
     read(text[:LONGEST])
     letter(f"answer {text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "stated"),
+    [
+        ("The answer is B", "B"),
+        ("Final answer: (C)", "C"),
+        ("**Answer: D**", "D"),
+        ("Answer: I think it is C", "C"),
+        ("Answer:\nB", "B"),
+        ("Answer：B", "B"),
+        ("The answer must be (B)", "B"),
+        ("The answer is not A but C", "C"),
+        ("The answer is A, not B", "A"),
+        ("The answer is A. B is wrong", "A"),
+        ("The answer is A because I saw it", "A"),
+        ("The answer is A or B", None),
+        ("The answer is A cat", None),
+        ("The answer is 5", None),
+        ("The answer is option (C)", "C"),
+        ("the answer is \\text{C}", "C"),
+        ("答案是B", "B"),
+        ("答案：C", "C"),
+        ("\\boxed{x + 1}. So the answer is: \\mathbf{D}", "D"),
+        ("\\boxed{3.2}. The answer is A. No, the answer is B", "B"),
+        ("\\boxed{\\text{(E) all}}. The answer is A", "E"),
+        ("\\boxed{B, C}", None),
+    ],
+)
+def test_the_letter_that_a_text_states(text: str, stated: str | None) -> None:
+    assert letter(text) == stated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from npu_vlrl.workflow.rewards.answers.choices import option
+from npu_vlrl.workflow.rewards.answers.choices import is_list_of_letters, option
 from npu_vlrl.workflow.rewards.answers.exact import TwoReadings, exact, exact_prefix
 from npu_vlrl.workflow.rewards.answers.lists import (
     comma_is_unclear,
@@ -96,8 +96,7 @@ def _is_words(plain: str) -> bool:
     runs = re.findall(r"[^\W\d_]+", plain)
     if re.search(r"[-()\[\]']", plain) and any(len(run) == 1 and run.isascii() for run in runs):
         return bool(re.search(r"\w\w'\w", plain)) and not re.search(r"[-()\[\]]", plain)
-    listed = re.fullmatch(r"\s*[A-Za-z](?:\s*(?:,|;|\band\b|\bor\b|&)+\s*[A-Za-z])+\s*", plain)  # `A, B`, in any order
-    return listed is None
+    return not is_list_of_letters(plain)
 
 
 def _unclear_comma(items: list[str], listed: Group, number: Number) -> Ambiguous:
