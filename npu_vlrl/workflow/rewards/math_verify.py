@@ -128,14 +128,29 @@ def _same_formula(gold: Formula, answer: Formula) -> bool:
         return False
     if (decided := same_function(left, right)) is not None:
         return decided
-    return bool(verify(left, right, float_rounding=_DIGITS, numeric_precision=_DIGITS, timeout_seconds=0))
+    return bool(
+        verify(
+            left,
+            right,
+            float_rounding=_DIGITS,
+            numeric_precision=_DIGITS,
+            allow_set_relation_comp=True,
+            timeout_seconds=0,
+        )
+    )
 
 
 @lru_cache(maxsize=1024)
 def _parse(latex: str) -> Any:
     """The sympy object of a formula; None when it cannot be parsed."""
     plain = LITERAL.sub(_exact_literal, latex)
-    for character, command in (("°", "^\\circ "), ("%", "\\%"), ("⟨", "\\langle "), ("⟩", "\\rangle ")):
+    for character, command in (
+        ("°", "^\\circ "),
+        ("%", "\\%"),
+        ("⟨", "\\langle "),
+        ("⟩", "\\rangle "),
+        ("Ω", "\\Omega "),
+    ):
         plain = plain.replace(character, command)
     try:
         return latex2sympy(

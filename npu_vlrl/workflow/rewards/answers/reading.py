@@ -224,7 +224,7 @@ def _range(text: str, difference: Number) -> Reading:
 
 def _compound(value: Fraction, rest: str) -> Reading | None:
     """`2 h 30 min` or `30°15'`: a smaller quantity of the same kind added."""
-    cut = re.search(r"(?:(?<=[°'])\s*|[\s,]+(?:and\s+)?)(?=\d)", rest) if len(rest) < 60 else None
+    cut = re.search(r"(?:(?<=[°'\u4e00-\u9fff])\s*|[\s,]+(?:and\s+)?)(?=\d)", rest) if len(rest) < 60 else None
     first = parse_unit(rest[: cut.start()]) if cut else None
     second = _quantity(rest[cut.end() :]) if cut and first else None
     if first is None or not isinstance(second, Number) or second.unit is None:

@@ -59,7 +59,7 @@ _BARE = frozenset("mgshLl")
 CURRENCY = re.compile(r"(?:US)?\$|[€£¥₹₩]|(?:USD|EUR|GBP|CNY|RMB|JPY|INR|Rs\.?)(?=[\s\d])")
 _TOKEN = re.compile(
     r"\\text\{(?P<text>[^{}]*)\}|\^\s*\{?\s*(?P<power>[-+]?\d)\s*\}?|"
-    r"(?P<sign>°\s*(?:[CFK](?:elsius|ahrenheit|elvin)?(?![A-Za-z]))?|[%¢Ω'\"]|(?:US)?\$|[€£¥₹₩])|(?P<word>[A-Za-z]+\.?)|(?P<cjk>[\u4e00-\u9fff]+)|(?P<operator>/|\\cdot|\\times|\*|-|\\mu|\\Omega)|(?P<space>\s+)"
+    r"(?P<sign>°\s*(?:[CFK](?:elsius|ahrenheit|elvin)?(?![A-Za-z]))?|[%¢'\"]|(?:US)?\$|[€£¥₹₩])|(?P<word>[^\W\d_\u4e00-\u9fff]+\.?)|(?P<cjk>[\u4e00-\u9fff]+)|(?P<operator>/|\\cdot|\\times|\*|-|\\mu)|(?P<space>\s+)"
 )
 
 
@@ -131,8 +131,8 @@ def _tokens(text: str, roman: bool) -> list[tuple[str, str, bool]]:
             tokens += [
                 ("operator", "/", roman) if word in "每" else ("word", word, roman) for word in _split(match["cjk"])
             ]
-        elif kind == "sign" or (kind == "operator" and match[0] in ("\\mu", "\\Omega")):
-            tokens.append(("word", re.sub(r"\s", "", match[0]).replace("\\mu", "μ").replace("\\Omega", "Ω"), roman))
+        elif kind == "sign" or (kind == "operator" and match[0] == "\\mu"):
+            tokens.append(("word", re.sub(r"\s", "", match[0]).replace("\\mu", "μ"), roman))
         elif kind == "word" and match["word"].casefold() in _PER and tokens:
             tokens.append(("operator", "/", roman))
         elif kind != "space":
