@@ -23,12 +23,12 @@ _COMMA = r"\d+(?:,|\{,\})\d+"
 _POINT = r"\d+(?:\.\d*)?|\.\d+"
 _REPEATED = r"\d*\.\d*\\(?:overline|bar|dot)\s*\{\d+\}"
 _EXPONENT = r"[eE][-+]?\d+(?![\w.])"
-LITERAL = re.compile(f"(?:(?P<repeated>{_REPEATED})|(?P<dotted>{_DOTTED})|(?P<groups>{_GROUPS})|(?P<comma>{_COMMA})|"
-                     f"(?P<point>{_POINT}))(?P<exponent>{_EXPONENT})?", re.ASCII)  # fmt: skip
-_BASED = re.compile(
-    r"\(?\s*(\d[\da-fA-F]*(?:\.[\da-fA-F]+)?|[A-F][\dA-F]+)\s*\)?\s*(?:_\s*\{?\s*(?:\\text\{(\w+)\}|(\w+))\s*\}?|(?:\\text\{)?\s*base\s*(\w+)\s*\}?)",
-    re.ASCII,
-)
+_KINDS = {"repeated": _REPEATED, "dotted": _DOTTED, "groups": _GROUPS, "comma": _COMMA, "point": _POINT}
+_ANY_KIND = "|".join(f"(?P<{kind}>{pattern})" for kind, pattern in _KINDS.items())
+LITERAL = re.compile(f"(?:{_ANY_KIND})(?P<exponent>{_EXPONENT})?", re.ASCII)
+_DIGITS_OF_BASE = r"\(?\s*(\d[\da-fA-F]*(?:\.[\da-fA-F]+)?|[A-F][\dA-F]+)\s*\)?"
+_BASE = r"(?:_\s*\{?\s*(?:\\text\{(\w+)\}|(\w+))\s*\}?|(?:\\text\{)?\s*base\s*(\w+)\s*\}?)"
+_BASED = re.compile(rf"{_DIGITS_OF_BASE}\s*{_BASE}", re.ASCII)
 _TIMES = re.compile(r"\s*(?:\\times|\\cdot|\*|[x](?=\s*10\s*\^))\s*")
 _DIVIDED = re.compile(r"\s*(?:/|\\div|:(?!:))\s*")
 
