@@ -68,7 +68,7 @@ def math_pool() -> Iterator[JudgePool]:
 
 @pytest.mark.parametrize(
     "hostile",
-    ["9^{9^{9^{9}}}", "(10^{8})!", "(" * 300 + "5" + ")" * 300],
+    ["9^{9^{9^{9}}}", "(10^{8})!", "x+" + "(" * 300 + "5" + ")" * 300],
     ids=["power tower", "factorial", "parentheses"],
 )
 def test_a_hostile_answer_costs_the_deadline_and_the_next_is_judged_right(math_pool: JudgePool, hostile: str) -> None:

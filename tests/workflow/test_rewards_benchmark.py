@@ -34,7 +34,13 @@ def right(name: str, answer: str, text: str, **extra: Any) -> bool:
         ("0.25", "\\boxed{26\\%}", True),
         ("25%", "\\boxed{26}", False),
         ("0", "\\boxed{0}", True),
-        ("0", "\\boxed{0.0}", False),  # a gold of 0 is compared by its letters, as published
+        ("0", "\\boxed{0.0}", True),
+        ("0", "\\boxed{0.001}", False),  # a gold of 0 has no tolerance, as published
+        ("1000", "\\boxed{1,020}", True),
+        ("5", "\\boxed{\\$5.20}", True),
+        ("5 cm", "\\boxed{5 m}", False),
+        ("5 million", "\\boxed{5{,}100{,}000}", True),
+        ("sey", "\\boxed{yes}", False),
         ("Yes", "\\boxed{yes}", True),
         ("Blue", "\\boxed{\\text{blue}}", True),
         ("Blue", "\\boxed{light blue}", False),
@@ -61,6 +67,10 @@ CHOICES = ["12 cm", "15 cm", "150 cm"]
         ("\\boxed{15cm}", True),  # the most similar one
         ("\\boxed{150 cm}", False),
         ("\\boxed{12cm}", False),
+        ("\\boxed{15.0 cm}", True),  # the same length
+        ("\\boxed{0.15 m}", True),
+        ("\\boxed{\\text{Option B}}", True),
+        ("Of \\boxed{x^2 + y^2} the root is right. Answer: B", True),
         ('The answer is "15 cm".', True),
         ("So the answer is B.", True),
         ("So the answer is F.", False),
@@ -80,11 +90,21 @@ def test_mathvista_choices(text: str, expected: bool) -> None:
         ("integer", 0, "1400", "in all 1,400 people", True),
         ("integer", 0, "14", "14 or \\boxed{15}", False),
         ("integer", 0, "14", "many", False),
+        ("integer", 0, "2", "\\boxed{x_2}", False),  # the digits of a name are no number
+        ("integer", 0, "15", "\\boxed{12 of 15}", False),
+        ("integer", 0, "3", "\\boxed{2^3}", False),
+        ("integer", 0, "8", "\\boxed{2^3}", True),
+        ("integer", 0, "14", "\\boxed{14 cm}", True),
+        ("integer", 0, "1400", "\\boxed{1\\,400}", True),
+        ("float", 1, "0.5", "\\boxed{\\frac{1}{2}}", True),
         ("float", 1, "1.2", "\\boxed{1.24}", True),
         ("float", 1, "1.2", "\\boxed{1.26}", False),
         ("float", 2, "0.21", "about 0.2149 m", True),
         ("list", 0, "[1, 2]", "\\boxed{[1, 2]}", True),
         ("list", 0, "[1, 2]", "\\boxed{[2, 1]}", False),
+        ("list", 0, "[1, 2]", "\\boxed{[1,2.0]}", True),
+        ("text", 0, "yes", "\\boxed{\\text{Yes}}", True),
+        ("text", 0, "yes", "\\boxed{sey}", False),
     ],
 )
 def test_mathvista_free_form(kind: str, precision: int, answer: str, text: str, expected: bool) -> None:
@@ -175,7 +195,7 @@ def test_finding_by_hand() -> None:
         "C",
         None,
     ]
-    assert [number(t) for t in ("5-3", "is -3", "1,234.5", "x", "1e999", ".5")] == [3.0, -3.0, 1234.5, None, None, 0.5]
+    assert [number(t) for t in ("5-3", "is -3", "1,234.5", "x", "1e9999", ".5")] == [3.0, -3.0, 1234.5, None, None, 0.5]
     assert boxed(" as it is ") == "as it is" and boxed("\\boxed{$x$}") == "x"
     assert (first_letter("1"), yes_or_no("maybe")) == (None, None)
 

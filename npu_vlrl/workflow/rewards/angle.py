@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Literal
 
 from npu_vlrl.types import DataError, Verdict
+from npu_vlrl.workflow.rewards.answers import quantity
+from npu_vlrl.workflow.rewards.answers.units import DEGREE
 from npu_vlrl.workflow.rewards.tagged import last_tag
 from npu_vlrl.workflow.thought import split_thought
 
@@ -14,15 +15,17 @@ Distance = Literal["circular", "linear"]
 
 NO_ANGLE_FEEDBACK = "Your answer holds no angle. Write it in degrees as <answer>90</answer>."
 
-_ANGLE = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))\s*(?:°|\^\\circ|\^{\\circ}|deg|degrees?)?", re.ASCII)
-_LONGEST = 40
-"""Characters of an angle; longer ones are no angle."""
+_LARGEST = 10**15
+"""Degrees; beyond it a float does not tell one degree from the next."""
 
 
 def read_angle(content: str) -> float | None:
-    """The number in `content`, with or without a sign of degrees; None for anything else."""
-    match = _ANGLE.fullmatch(content.strip().casefold()) if len(content) <= _LONGEST else None
-    return None if match is None else float(match[1])
+    """The number of degrees in `content`, with or without their sign, in any writing; None for anything else."""
+    found = quantity(content)
+    if found is None or abs(found.value) > _LARGEST:
+        return None
+    degrees = found.unit is None or DEGREE in found.unit.meanings
+    return float(found.value) if degrees else None
 
 
 def apart(angle: float, gold: float, distance: Distance) -> float:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from npu_vlrl.types import DataError, Verdict
-from npu_vlrl.workflow.rewards import math_verify
-from npu_vlrl.workflow.rewards.extract import boxed, first_letter, letter, number, yes_or_no
-from npu_vlrl.workflow.rewards.math_verify import last_box
+from npu_vlrl.workflow.rewards.answers import Number, quantity, same_plain
+from npu_vlrl.workflow.rewards.answers.choices import option, stated
+from npu_vlrl.workflow.rewards.answers.units import PERCENT
+from npu_vlrl.workflow.rewards.extract import boxed, first_letter, last_box, letter, number, yes_or_no
+from npu_vlrl.workflow.rewards.math_verify import equals_published
 from npu_vlrl.workflow.thought import split_thought
 
 Extra = Mapping[str, Any]
@@ -44,57 +47,63 @@ def check_gold(answer: str) -> None:
 def chartqa(answer: str, text: str, extra: Extra) -> bool:
     """Relaxed accuracy (arXiv 2203.10244, section 5.1): numbers within 5 % of the gold, anything else by its letters.
 
-    As in the published code, a gold of 0 has no tolerance and is compared by its letters.
+    As in the published code, a percentage is a share, and a gold of 0 has no tolerance.
     """
     found = boxed(text)
-    said, gold = _float(found), _float(answer)
-    if said is not None and gold:
-        return abs(said - gold) / abs(gold) <= 0.05
-    return found.casefold() == answer.casefold()
+    said, gold = _share(found), _share(answer)
+    if said is None or gold is None or (said.unit and gold.unit and not said.unit.factors(gold.unit)):
+        return same_plain(answer, found)
+    factor = said.unit.factors(gold.unit)[0] if said.unit and gold.unit else 1
+    return abs(said.value * factor - gold.value) * 20 <= abs(gold.value)
 
 
-def _float(text: str) -> float | None:
-    """`12%` is 0.12."""
-    try:
-        return float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        return None
+def _share(text: str) -> Number | None:
+    """The number of a text; `12%` is 0.12."""
+    found = quantity(text)
+    return Number(found.value / 100) if found is not None and found.unit == PERCENT else found
 
 
 def mathvista(answer: str, text: str, extra: Extra) -> bool:
-    """The answer found, brought to the form of the gold, is equal to it letter by letter (see `_normalised`)."""
-    return _normalised(text, extra) == answer.strip()
+    """The answer found, brought to the form of the gold, is equal to it.
 
-
-def _normalised(text: str, extra: Extra) -> str | None:
-    """Whole numbers without decimals, decimal ones rounded to the gold's `precision`. Of choices the one whose letter
-    was given; else the most similar to what is in the box or after `The answer is`, by edit distance.
+    Whole numbers lose their decimals, decimal ones are rounded to the gold's `precision`. Of choices it is the one
+    whose letter was given; else the one with the same reading, then the most similar one, by edit distance.
     """
     quoted = re.search(r'The answer is "([^"\n]*)"', text)
     found = last_box(text)
     if found is None and quoted:
         found = quoted[1]
     if extra.get("question_type") == "multi_choice":
-        return _choice(text, found, extra["choices"])
+        return _choice(text, found, extra["choices"]) == answer.strip()
+    boxed_text = text if found is None else f"\\boxed{{{found}}}"
     if extra.get("answer_type") in ("integer", "float"):
-        value = number(text if found is None else found)
-        if value is None:
-            return None
-        return str(int(value)) if extra["answer_type"] == "integer" else str(round(value, extra["precision"]))
-    return boxed(text if found is None else f"\\boxed{{{found}}}")
+        value, gold = number(boxed_text), quantity(answer)
+        if value is None or gold is None:
+            return False
+        return gold.value == (int(value) if extra["answer_type"] == "integer" else _rounded(value, extra["precision"]))
+    return same_plain(answer, boxed(boxed_text))
+
+
+def _rounded(value: Fraction, precision: int) -> Fraction | None:
+    """As floats are rounded and printed, which the published evaluation does."""
+    try:
+        return Fraction(str(round(float(value), precision)))
+    except OverflowError:
+        return None
 
 
 def _choice(text: str, found: str | None, choices: list[str]) -> str | None:
     if found is None:
-        said = letter(text)
-        return None if said is None else _lettered(said, choices)
-    box = f"\\boxed{{{found}}}"
-    content = boxed(box)
-    named = _lettered(letter(box) or "", choices)
-    return named or min(choices, key=lambda choice: _distance(content[:200], choice[:200]))
+        return _lettered(stated(text), choices)
+    content = boxed(f"\\boxed{{{found}}}")
+    named = option(content)
+    equal = [choice for choice in choices if same_plain(choice, content)]
+    likely = _lettered(named and named[0].upper(), choices) or (equal[0] if len(equal) == 1 else None)
+    likely = likely or _lettered(stated(text), choices)
+    return likely or min(choices, key=lambda choice: _distance(content[:200], choice[:200]))
 
 
-def _lettered(said: str, choices: list[str]) -> str | None:
+def _lettered(said: str | None, choices: list[str]) -> str | None:
     index = ord(said) - ord("A") if said else len(choices)
     return choices[index] if index < len(choices) else None
 
@@ -117,21 +126,9 @@ def mathverse(answer: str, text: str, extra: Extra) -> bool:
 
 
 def mathematics(answer: str, text: str, extra: Extra) -> bool:
-    """The last box is the gold, by math-verify or by its letters without spaces and fonts."""
+    """The last box is the gold, as the rule `math_verify` reads them."""
     box = last_box(text)
-    if box is None:
-        return False
-    if _plain(box) == _plain(answer):
-        return True
-    try:
-        return math_verify.equals(answer, box)
-    except DataError:  # a word, which no parser takes
-        return False
-
-
-def _plain(latex: str) -> str:
-    words = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", latex)
-    return re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[,!; ]|[\s$]", "", words).rstrip(".")
+    return box is not None and equals_published(answer, box)
 
 
 def mme(answer: str, text: str, extra: Extra) -> bool:

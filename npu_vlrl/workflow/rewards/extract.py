@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
 
-from npu_vlrl.workflow.rewards.math_verify import last_box
+from npu_vlrl.workflow.rewards.answers.choices import option, stated
+from npu_vlrl.workflow.rewards.answers.normalise import normalise, without_fonts
+from npu_vlrl.workflow.rewards.answers.reading import LONGEST, quantity
 
-_LETTER = re.compile(r"\(([A-Za-z])\).*|([A-Za-z])(?:[.:),].*)?", re.DOTALL)
-_SAID = re.compile(r"answer(?: is)?[\s:*(]*(?:(?:option|choice)[\s:*(]*)?([A-Z])(?![A-Za-z'])", re.IGNORECASE)
+_TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 
 
+def last_box(text: str) -> str | None:
+    """The content of the `\\boxed{…}` that closes last, or None. Braces balance; `\\{` and `\\}` are not braces.
+
+    Takes time linear in `text`, which may be a megabyte of nothing but openings.
+    """
+    open_braces: list[int | None] = []  # where the content of a box begins; None for any other brace
+    box = None
+    for token in _TOKEN.finditer(text):
+        if token[0] == "}":
+            start = open_braces.pop() if open_braces else None
+            box = box if start is None else slice(start, token.start())
+        elif token[0].endswith("{") and token[0] != "\\{":
+            open_braces.append(None if token[0] == "{" else token.end())
+    return None if box is None else text[box]
+
+
 def boxed(text: str) -> str:
-    """The content of the last `\\boxed{}` without LaTeX for text and percent; without a box all of the text."""
+    """The content of the last `\\boxed{}` without fonts and delimiters; without a box all of the text."""
     box = last_box(text)
-    if box is None:
-        return text.strip()
-    inner = re.fullmatch(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", box.strip())
-    return (inner[1] if inner else box).replace("\\%", "%").strip().strip("$").strip()
+    found = text.strip() if box is None else box
+    return found if len(found) > LONGEST else without_fonts(normalise(found))
 
 
 def letter(text: str) -> str | None:
-    """The option's letter in the last box, such as `B`, `(B)` or `B. 12 cm`; without a box, the last one that stands
-    after `answer` or `answer is`.
+    """The option's letter in the last box, such as `B`, `(B)` or `B. 12 cm`; where the box holds something else or
+    there is none, the last one that stands after `answer` or `answer is`.
     """
-    if last_box(text) is not None:
-        found = _LETTER.fullmatch(boxed(text))
-        return (found[1] or found[2]).upper() if found else None
-    said = [match[1] for match in _SAID.finditer(text)]
-    return next((word for word in reversed(said) if word.isupper()), None)
+    found = option(boxed(text)) if last_box(text) is not None else None
+    return stated(text) if found is None else found[0].upper()
 
 
 def first_letter(text: str) -> str | None:
@@ -50,8 +62,11 @@ def yes_or_no(text: str) -> str | None:
     return next((word for word in ("yes", "no") if word in plain[:4]), None)
 
 
-def number(text: str) -> float | None:
-    """The last number, without the commas between its thousands; None without one, or where it is not finite."""
-    found = _NUMBER.findall(text)
-    value = float(found[-1].replace(",", "")) if found else math.inf
-    return value if math.isfinite(value) else None
+def number(text: str) -> Fraction | None:
+    """The value of the number that the last box holds, None where it holds something else; without a box the last
+    number of the text.
+    """
+    box = last_box(text)
+    found = [box] if box is not None else _NUMBER.findall(text)[-1:]
+    value = quantity(found[0].rstrip(",")) if found else None
+    return None if value is None else value.value

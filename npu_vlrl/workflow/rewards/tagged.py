@@ -1,10 +1,11 @@
-"""A short answer in `<answer>…</answer>`, compared as a string."""
+"""A short answer in `<answer>…</answer>`: numbers and letters of options by their reading, words as strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from npu_vlrl.types import DataError, Verdict
+from npu_vlrl.workflow.rewards.answers import Ambiguous, Number, Option, read, same_plain
 from npu_vlrl.workflow.thought import split_thought
 
 OPEN, CLOSE = "<answer>", "</answer>"
@@ -14,8 +15,9 @@ def score(answer: str, text: str, *, format_weight: float = 0.1, choices: Sequen
     """(1 - format_weight) * accuracy + format_weight * format; solved by accuracy alone.
 
     Only what stands outside of thoughts counts. Accuracy: the last tag pair holds `answer`, without surrounding
-    whitespace and regardless of case. Format: it is exactly one tag pair, which holds one of `choices` where these are
-    given. Raises ValueError when `format_weight` is not in 0..1. Takes time linear in `text`.
+    whitespace and regardless of case; where `answer` is a number or an option's letter, anything that reads as the same
+    one (see `answers.same`). Format: it is exactly one tag pair, which holds one of `choices` where these are given.
+    Raises ValueError when `format_weight` is not in 0..1. Takes time linear in `text`.
     """
     if isinstance(format_weight, bool) or not isinstance(format_weight, int | float) or not 0 <= format_weight <= 1:
         raise ValueError(f"format_weight is {format_weight!r}; it must be a number from 0 to 1")
@@ -23,7 +25,7 @@ def score(answer: str, text: str, *, format_weight: float = 0.1, choices: Sequen
         raise ValueError(f"choices is {choices!r}; it must be a list of strings (quote numbers and yes/no)")
     outside = split_thought(text).answer
     content = last_tag(outside)
-    right = content is not None and bool(content) and content == _plain(answer)
+    right = content is not None and _right(answer, content)
     formatted = content is not None and _is_one_tag(outside) and _allowed(content, choices)
     terms = {"accuracy": (1 - format_weight) * right, "format": format_weight * formatted}
     return Verdict(sum(terms.values()), right, terms=terms)
@@ -33,8 +35,17 @@ def check_gold(answer: str, *, format_weight: float = 0.1, choices: Sequence[str
     """Raises DataError when no answer could both be right and keep to the format."""
     if not _plain(answer):
         raise DataError("the gold answer is empty; nothing could equal it")
+    reading = read(answer)
+    if not choices and isinstance(reading, Ambiguous) and reading.options:
+        raise DataError(reading.refusal(answer))
     if not _allowed(_plain(answer), choices):
         raise DataError(f"the gold answer {answer[:80]!r} is none of the choices {', '.join(choices)}")
+
+
+def _right(answer: str, content: str) -> bool:
+    if not content or _plain(content) == _plain(answer):
+        return bool(content)
+    return isinstance(read(answer), Number | Option) and same_plain(answer, content)
 
 
 def _plain(text: str) -> str:
@@ -42,13 +53,14 @@ def _plain(text: str) -> str:
 
 
 def _allowed(content: str, choices: Sequence[str]) -> bool:
-    return not choices or content in map(_plain, choices)
+    return not choices or _plain(content) in map(_plain, choices)
 
 
 def last_tag(text: str) -> str | None:
+    """The content of the last `<answer>…</answer>` without surrounding whitespace, or None."""
     end = text.rfind(CLOSE)
     start = text.rfind(OPEN, 0, max(end, 0))
-    return _plain(text[start + len(OPEN) : end]) if start >= 0 else None
+    return text[start + len(OPEN) : end].strip() if start >= 0 else None
 
 
 def _is_one_tag(text: str) -> bool:
