@@ -11,10 +11,9 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from npu_vlrl.data.processor import ImageProcessor, write_pixel_limits
 from npu_vlrl.disk import let_read, writing
 from npu_vlrl.model.load import LoadedModel
-from npu_vlrl.model.saving import save_model, save_tokenizer, split_processor
+from npu_vlrl.model.saving import save_model, save_tokenizer, split_processor, write_pixel_limits
 
 COPIED = (
     "generation_config.json",
@@ -62,19 +61,11 @@ def _write(loaded: LoadedModel, partial: Path, files: Mapping[str, str], adapter
                 shutil.copy(loaded.folder / name, partial / name)
         split_processor(partial)
         if loaded.processor is not None:
-            _keep_limits(partial, loaded.processor)
+            write_pixel_limits(partial, loaded.processor)
     for name, text in files.items():
         (partial / name).write_text(text, encoding="utf-8")
     for file in partial.glob("*.safetensors"):
         let_read(file)
-
-
-def _keep_limits(folder: Path, processor: ImageProcessor) -> None:
-    written = ImageProcessor.from_folder(folder)
-    assert written is not None, "the policy's came from there"
-    limits = processor.min_pixels, processor.max_pixels
-    if (written.min_pixels, written.max_pixels) != limits:
-        write_pixel_limits(folder, *limits)
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from npu_vlrl.data.processor import ImageProcessor
+
 PLAIN_ROPE = ("default", "axial")
 """Rope types without a scaling. transformers 5 calls that of vision towers axial; transformers 4 has no name for it."""
 
@@ -58,6 +60,16 @@ def split_processor(folder: Path) -> None:
                 settings["image_processor_type"] = kind.removesuffix("Pil")  # a backend, which transformers 5 chooses
             _write(folder / name, settings)
     _write(file, whole)
+
+
+def write_pixel_limits(folder: Path, processor: ImageProcessor) -> None:
+    """Writes the limits of pictures by both of their names.
+
+    Where torchvision is missing, transformers 4.57 reads the other two and takes a default in the place of `size`.
+    """
+    limits = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
+    size = {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}
+    _rewrite(folder / "preprocessor_config.json", lambda settings: settings | limits | {"size": size})
 
 
 def published_config(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:

@@ -192,6 +192,7 @@ def _preprocessor(kind: str) -> dict[str, Any]:
         "patch_size": unit // 2,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "size": {"shortest_edge": unit * unit, "longest_edge": unit * unit * 64},
+        "min_pixels": unit * unit,
+        "max_pixels": unit * unit * 64,
         **(clip if kind == "qwen2_5_vl" else half),
     }
