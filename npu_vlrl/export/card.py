@@ -32,7 +32,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 model = AutoModelForImageTextToText.from_pretrained("FOLDER", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-image_processor = AutoImageProcessor.from_pretrained("FOLDER")
+image_processor = AutoImageProcessor.from_pretrained("FOLDER")  # AutoProcessor, which is both, needs torchvision
 """,
     (False, False): """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -44,13 +44,15 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
-model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained("BASE", dtype="auto"), "FOLDER")
+base = AutoModelForImageTextToText.from_pretrained("BASE", dtype="auto")
+model = PeftModel.from_pretrained(base, "FOLDER")
 """,
     (False, True): """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE", dtype="auto"), "FOLDER")
+base = AutoModelForCausalLM.from_pretrained("BASE", dtype="auto")
+model = PeftModel.from_pretrained(base, "FOLDER")
 """,
 }
 """By whether it sees pictures, and whether it is an adapter. FOLDER and BASE are for the reader to replace."""
@@ -129,13 +131,7 @@ def _head(source: Source) -> str:
 def _loading(source: Source, dtype: str = "auto") -> str:
     """`dtype`: of the base that an adapter was trained on, whose folder may say another."""
     code = LOADED[source.sees, source.adapter].replace("auto", dtype)
-    text = f"## How to load it\n\nWith transformers {GENERATIONS}:\n\n{fenced('python', code)}"
-    if source.sees:
-        folder = "BASE" if source.adapter else "FOLDER"
-        text += (
-            f'\n`AutoProcessor.from_pretrained("{folder}")` takes text and pictures at once; it needs torchvision.\n'
-        )
-    return text
+    return f"## How to load it\n\nWith transformers {GENERATIONS}:\n\n{fenced('python', code)}"
 
 
 def _facts(config: Config, source: Source, step: int, summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

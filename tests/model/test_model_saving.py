@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from npu_vlrl.config import LoraConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.saving import (
@@ -116,6 +118,26 @@ def test_transformers_reads_the_same_settings_from_both_layouts(tmp_path: Path, 
         part.get("text_config", part).pop("tie_word_embeddings", None)
         part.pop("_name_or_path", None)
     assert new == published
+
+
+def test_adapters_of_16_bits_are_rounded_once(tmp_path: Path) -> None:
+    """With what they say added in float32: peft would round their product first, which here gives other weights."""
+    base = write_tiny_model("qwen3", tmp_path / "base", seed=0)
+    loaded = load(base, lora=LoraConfig(rank=4, alpha=8.0), dtype="bfloat16")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in loaded.policy.trainable().values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    export_model(loaded, tmp_path / "out")
+    trained = {name: p.detach().float() for name, p in loaded.policy.trainable().items()}
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
+    name = "model.layers.1.mlp.up_proj"
+    low, high = (
+        next(p for n, p in trained.items() if f"layers.1.mlp.up_proj.lora_{part}." in n) for part in ("A", "B")
+    )
+    weight, delta = before[f"{name}.weight"].bfloat16().float(), 2.0 * (high @ low)  # alpha / rank
+    once, twice = (weight + delta).bfloat16(), (weight + delta.bfloat16().float()).bfloat16()
+    assert torch.equal(after[f"{name}.weight"], once) and not torch.equal(once, twice)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
