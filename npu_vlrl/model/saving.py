@@ -54,22 +54,23 @@ def split_processor(folder: Path) -> None:
     whole = json.loads(file.read_bytes())
     for part, name in PROCESSOR_PARTS.items():
         if isinstance(whole.get(part), dict):
-            settings = whole.pop(part)
-            kind = settings.get("image_processor_type")
-            if kind is not None:
-                settings["image_processor_type"] = kind.removesuffix("Pil")  # a backend, which transformers 5 chooses
-            _write(folder / name, settings)
+            _write(folder / name, whole.pop(part))
     _write(file, whole)
 
 
 def write_pixel_limits(folder: Path, processor: ImageProcessor) -> None:
-    """Writes the limits of pictures by both of their names.
+    """Writes the limits of pictures by both of their names, and the class without a backend that transformers 5 chooses.
 
     Where torchvision is missing, transformers 4.57 reads the other two and takes a default in the place of `size`.
     """
     limits = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
     size = {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}
-    _rewrite(folder / "preprocessor_config.json", lambda settings: settings | limits | {"size": size})
+
+    def change(settings: dict[str, Any]) -> dict[str, Any]:
+        kind = settings["image_processor_type"].removesuffix("Pil")
+        return settings | limits | {"size": size, "image_processor_type": kind}
+
+    _rewrite(folder / "preprocessor_config.json", change)
 
 
 def published_config(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:

@@ -88,20 +88,21 @@ def test_parts_of_a_processor(tmp_path: Path) -> None:
     split_processor(tmp_path)
     assert {file.name: json.loads(file.read_text()) for file in tmp_path.iterdir()} == {
         "processor_config.json": {"processor_class": "Qwen3VLProcessor"},
-        "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
+        "preprocessor_config.json": image,
         "video_preprocessor_config.json": {"fps": 2},
     }
 
 
 def test_limits_of_pictures_have_both_names(tmp_path: Path) -> None:
     file = tmp_path / "preprocessor_config.json"
-    file.write_text('{"size": {"shortest_edge": 1, "longest_edge": 2}, "patch_size": 14}')
+    size = {"shortest_edge": 1, "longest_edge": 2}
+    file.write_text(json.dumps({"size": size, "image_processor_type": "Qwen2VLImageProcessorPil"}))
     write_pixel_limits(tmp_path, ImageProcessor(min_pixels=784, max_pixels=4096))
     assert json.loads(file.read_text()) == {
         "min_pixels": 784,
         "max_pixels": 4096,
         "size": {"shortest_edge": 784, "longest_edge": 4096},
-        "patch_size": 14,
+        "image_processor_type": "Qwen2VLImageProcessor",
     }
 
 
