@@ -59,7 +59,7 @@ def split_processor(folder: Path) -> None:
 
 
 def write_pixel_limits(folder: Path, processor: ImageProcessor) -> None:
-    """Writes the limits of pictures by both of their names, and the class without a backend that transformers 5 chooses.
+    """Writes the limits of pictures by both of their names, and the class without a backend of transformers 5.
 
     Where torchvision is missing, transformers 4.57 reads the other two and takes a default in the place of `size`.
     """
