@@ -36,7 +36,7 @@ mkdir -p build
 (($#)) || set -- requirements-cpu.txt:x86_64 requirements-cpu.txt:aarch64 requirements-gpu.txt:x86_64 \
     requirements-npu.txt:x86_64 requirements-npu.txt:aarch64 requirements-vllm-ascend.txt:aarch64 \
     requirements-vllm-cpu.txt:x86_64 requirements-ray.txt:x86_64 requirements-ray.txt:aarch64 \
-    requirements-browser.txt:x86_64
+    requirements-browser.txt:x86_64 requirements-transformers4.txt:x86_64 requirements-transformers4.txt:aarch64
 broken=()
 for pair in "$@"; do
     file=${pair%:*} machine=${pair##*:}

@@ -8,10 +8,11 @@
 # The engine on the real vLLM, on a CPU (x86_64):                   bash launch/test.sh --vllm [pytest's arguments]
 # The page of `npu-vlrl view` in a real Chromium:                   bash launch/test.sh --browser [pytest's arguments]
 # Where run.sinks sends metrics, with the real packages, offline:   bash launch/test.sh --sinks [pytest's arguments]
+# Exports in transformers 4, which many servers still run:          bash launch/test.sh --transformers4 [pytest's arguments]
 # All CPU tests on what an Ascend host gets, with this torch:       bash launch/test.sh --torch 2.9.0 [pytest's arguments]
 # Each has an environment of its own: .venv, .venv-npu, .venv-triton, .venv-vllm, .venv-torch-2.9.0; the browser is driven
 # from .venv. The sinks, which need older versions of packages that the project pins, have a folder in .venv that comes
-# before its other packages.
+# before its other packages. Exports are made in .venv and read in .venv-transformers4, too, where the project is not used.
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -76,6 +77,13 @@ case "${1:-}" in
     add .venv requirements-sinks.txt --upgrade --target .venv/sinks
     export NPU_VLRL_PLATFORM=cpu PYTHONPATH=$PWD/.venv/sinks
     exec .venv/bin/python -m pytest tests/sinks -q "$@"
+    ;;
+--transformers4)
+    shift
+    prepare_tests .venv requirements-cpu.txt
+    prepare .venv-transformers4 requirements-transformers4.txt
+    export NPU_VLRL_PLATFORM=cpu NPU_VLRL_TRANSFORMERS4=.venv-transformers4/bin/python
+    exec .venv/bin/python -m pytest tests/transformers4 -q "$@"
     ;;
 --torch)
     [[ ${2:-} =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "--torch needs a full version, e.g. --torch 2.9.0"

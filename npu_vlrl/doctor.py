@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import platform as host
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -16,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from npu_vlrl import __version__, kernels
-from npu_vlrl.hardware import PLATFORMS, VARIABLE, HardwareError, Platform, collective, select
+from npu_vlrl import kernels
+from npu_vlrl.hardware import PLATFORMS, VARIABLE, HardwareError, Platform, collective, select, software
 from npu_vlrl.kernels import parity
 from npu_vlrl.kernels.recording import records
 from npu_vlrl.report.console import printable
@@ -59,7 +57,7 @@ def diagnose() -> dict[str, Any]:
         "platform": None,
         "problem": None,
         "platforms": {name: platform.missing() for name, platform in everyone.items()},
-        "versions": _versions(list(everyone.values())),
+        "versions": software.installed(everyone.values()),
         "devices": [],
         "environment": {n: v for p in everyone.values() for n, v in p.environment().items()},
         "warnings": [warning for p in everyone.values() for warning in p.warnings()],
@@ -82,16 +80,6 @@ def diagnose() -> dict[str, Any]:
         "kernels": kernels.active(),
         "checks": checks,
     }
-
-
-def _versions(platforms: list[Platform]) -> dict[str, str]:
-    found = {"python": host.python_version(), "npu_vlrl": __version__}
-    for package in dict.fromkeys(["torch", "transformers", *(name for p in platforms for name in p.packages)]):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _device(platform: Platform, index: int) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
+from npu_vlrl.hardware import software
 from npu_vlrl.interrupt import Interrupted
 from npu_vlrl.processes import run_engine
 from npu_vlrl.report import evaluated, tables
 from npu_vlrl.report.lines import read_lines
-from npu_vlrl.report.run_folder import versions
 from npu_vlrl.run import Run
 from npu_vlrl.sync.world import is_engine
 
@@ -48,7 +48,8 @@ def evaluate_only(config: Config) -> dict[str, float]:
             **dataclasses.asdict(run.parts.eval_sampling),
         }
         values = evaluated.write(folder, settings, run.parts.eval_skipped, evaluation.results)
-        run.folder.summary({**run.evaluations, "platform": run.parts.platform.name, "versions": versions()})
+        platform = run.parts.platform
+        run.folder.summary({**run.evaluations, "platform": platform.name, "versions": software.versions(platform)})
         run.console.console.print(*tables.evaluation(values))
         run.console.line(f"run folder: {folder.resolve()}")
         return found

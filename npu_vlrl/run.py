@@ -13,6 +13,7 @@ from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.export.run import export_end
 from npu_vlrl.guard import EngineGuard
+from npu_vlrl.hardware import software
 from npu_vlrl.inputs import Inputs
 from npu_vlrl.learner.checkpoint import CheckpointError, has_checksums, latest, steps_done
 from npu_vlrl.learner.group import LearnerGroup
@@ -22,7 +23,7 @@ from npu_vlrl.paths import rooted
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.evaluated import means_by_source
 from npu_vlrl.report.metrics import rollout_metrics, throughput
-from npu_vlrl.report.run_folder import RunFolder, versions
+from npu_vlrl.report.run_folder import RunFolder
 from npu_vlrl.report.sinks import Opening, Sinks, check_installed
 from npu_vlrl.report.token_values import token_values
 from npu_vlrl.rollout.collect import Rollout, collect
@@ -310,7 +311,7 @@ class Run:
             "steps": self.config.train.steps,
             "train_seconds": round(self.seconds, 1),
             "platform": self.parts.platform.name,
-            "versions": versions(),
+            "versions": software.versions(self.parts.platform),
         }
         export_end(self.parts.loaded, self.config, self.folder.path, summary)
         self.folder.summary(summary)

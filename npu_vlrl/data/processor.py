@@ -156,20 +156,6 @@ class ImageProcessor:
         return (levels - mean) / std
 
 
-def write_pixel_limits(folder: Path, min_pixels: int, max_pixels: int) -> None:
-    """Changes the limits in the file that `ImageProcessor.from_folder` reads, so that transformers has them, too."""
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        file = folder / name
-        whole = _read_json(file) if file.is_file() else {}
-        settings = whole.get("image_processor") if name == "processor_config.json" else whole
-        if settings:
-            old = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-            settings |= {key: value for key, value in old.items() if key in settings}
-            settings["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-            file.write_text(json.dumps(whole, indent=2) + "\n")
-            return
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_bytes())

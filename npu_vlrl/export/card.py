@@ -28,31 +28,37 @@ tags:
 
 LOADED = {
     (True, False): """\
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-model = AutoModelForImageTextToText.from_pretrained("FOLDER")
-processor = AutoProcessor.from_pretrained("FOLDER")  # needs torchvision
+model = AutoModelForImageTextToText.from_pretrained("FOLDER", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+image_processor = AutoImageProcessor.from_pretrained("FOLDER")  # AutoProcessor, which is both, needs torchvision
 """,
     (False, False): """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 """,
     (True, True): """\
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
-model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained("BASE"), "FOLDER")
+base = AutoModelForImageTextToText.from_pretrained("BASE", dtype="auto")
+model = PeftModel.from_pretrained(base, "FOLDER")
 """,
     (False, True): """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), "FOLDER")
+base = AutoModelForCausalLM.from_pretrained("BASE", dtype="auto")
+model = PeftModel.from_pretrained(base, "FOLDER")
 """,
 }
 """By whether it sees pictures, and whether it is an adapter. FOLDER and BASE are for the reader to replace."""
+
+GENERATIONS = "4.57 or 5"
+"""The generations of transformers that an export was read by."""
 
 MACHINE = {"run", "sync", "ray"}
 """Sections of the configuration that say where a run ran, not what it learned."""
@@ -75,7 +81,7 @@ def run_card(
 ) -> str:
     """Of a checkpoint of a run after `step` steps; `metrics` and `summary` are the content of its files."""
     name = PurePath(config.run.dir).name
-    facts = {"weights": source.weights, **dict(_facts(config, step, summary)), **source.facts}
+    facts = {"weights": source.weights, **dict(_facts(config, source, step, summary)), **source.facts}
     parts = [
         _head(source),
         f"# {plain(name)}\n",
@@ -85,7 +91,7 @@ def run_card(
         "".join(_table(("", ""), facts.items())),
         "## Results\n",
         "".join(_results(step, metrics)),
-        _loading(source),
+        _loading(source, config.model.dtype if source.adapter else "auto"),
         "## Configuration\n",
         "What differs from the defaults; of paths the last part.\n",
         fenced("yaml", yaml.safe_dump(_changed(config), sort_keys=False, allow_unicode=True, width=110)),
@@ -122,13 +128,14 @@ def _head(source: Source) -> str:
     return FRONT_MATTER.format(library="peft" if source.adapter else "transformers", task=task)
 
 
-def _loading(source: Source) -> str:
-    code = LOADED[source.sees, source.adapter]
-    return f"## How to load it\n\n{fenced('python', code)}"
+def _loading(source: Source, dtype: str = "auto") -> str:
+    """`dtype`: of the base that an adapter was trained on, whose folder may say another."""
+    code = LOADED[source.sees, source.adapter].replace("auto", dtype)
+    return f"## How to load it\n\nWith transformers {GENERATIONS}:\n\n{fenced('python', code)}"
 
 
-def _facts(config: Config, step: int, summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield from _method(config, step)
+def _facts(config: Config, source: Source, step: int, summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from _method(config, source, step)
     evaluation = config.data.eval or config.data.train
     yield "training data", _data(config.data.train)
     yield "evaluation data", _data(evaluation)
@@ -142,7 +149,7 @@ def _facts(config: Config, step: int, summary: Mapping[str, Any]) -> Iterator[tu
     yield from summary.get("versions", {}).items()
 
 
-def _method(config: Config, step: int) -> Iterator[tuple[str, Any]]:
+def _method(config: Config, source: Source, step: int) -> Iterator[tuple[str, Any]]:
     algorithm, rollout, lora = resolve(config.algorithm), config.rollout, config.model.lora
     yield "base model", _short(config.model.path)
     yield "steps", f"{step} of {config.train.steps}"
@@ -155,7 +162,7 @@ def _method(config: Config, step: int) -> Iterator[tuple[str, Any]]:
     )
     yield "learning rate", config.optim.lr
     yield "trained", f"adapters of rank {lora.rank}" if lora else "all weights"
-    if config.model.freeze_vision and lora is None:
+    if config.model.freeze_vision and lora is None and source.sees:
         yield "frozen", "the vision tower"
     yield "seed", config.train.seed
 

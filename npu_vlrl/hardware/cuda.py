@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from npu_vlrl.hardware.accelerator import Accelerator
 from npu_vlrl.hardware.base import Peak, Setting
+
+DRIVER_VERSION = "/proc/driver/nvidia/version"
+"""Written by the kernel module, in containers, too."""
 
 
 class CudaPlatform(Accelerator):
@@ -65,4 +70,16 @@ class CudaPlatform(Accelerator):
 
     def versions(self) -> dict[str, str]:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        return {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version()), "NCCL": nccl}
+        return {
+            "CUDA": str(torch.version.cuda),
+            "cuDNN": str(torch.backends.cudnn.version()),
+            "NCCL": nccl,
+            "NVIDIA driver": _driver_version(),
+        }
+
+
+def _driver_version() -> str:
+    """The version in a line such as `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 …`."""
+    file = Path(DRIVER_VERSION)
+    found = re.search(r"^NVRM version:.*?\s(\d+(\.\d+)+)\s", file.read_text(), re.MULTILINE) if file.is_file() else None
+    return found[1] if found else f"unknown (no {DRIVER_VERSION})"

@@ -49,7 +49,7 @@ class NpuPlatform(Accelerator):
     tool = "npu-smi info"
     graph = "NPUGraph"
     allocator_variables = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    packages = ("torch_npu", "triton-ascend", "mindspeed", "vllm-ascend", "ray")
+    packages = ("torch_npu", "triton-ascend", "mindspeed", "vllm", "vllm-ascend", "ray")
     watched = (
         *("ASCEND_", "HCCL_", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TASK_QUEUE_ENABLE"),
         *("CPU_AFFINITY_CONF", "GLOO_", "VLLM_"),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from npu_vlrl.data.processor import ImageProcessor, write_pixel_limits
 from npu_vlrl.disk import let_read, writing
 from npu_vlrl.model.load import LoadedModel
+from npu_vlrl.model.saving import save_model, save_tokenizer, split_processor, write_pixel_limits
 
 COPIED = (
     "generation_config.json",
@@ -53,25 +54,18 @@ def _write(loaded: LoadedModel, partial: Path, files: Mapping[str, str], adapter
         policy.model.save_pretrained(partial, save_embedding_layers=False)
     else:
         whole = _merged(policy.base, used_up) if policy.has_adapter else None
-        policy.base.save_pretrained(partial, state_dict=whole)
-        loaded.tokenizer.save_pretrained(partial)
+        save_model(policy.base, partial, whole)
+        save_tokenizer(loaded.tokenizer, partial)
         for name in COPIED:
             if (loaded.folder / name).is_file():
                 shutil.copy(loaded.folder / name, partial / name)
+        split_processor(partial)
         if loaded.processor is not None:
-            _keep_limits(partial, loaded.processor)
+            write_pixel_limits(partial, loaded.processor)
     for name, text in files.items():
         (partial / name).write_text(text, encoding="utf-8")
     for file in partial.glob("*.safetensors"):
         let_read(file)
-
-
-def _keep_limits(folder: Path, processor: ImageProcessor) -> None:
-    written = ImageProcessor.from_folder(folder)
-    assert written is not None, "the policy's came from there"
-    limits = processor.min_pixels, processor.max_pixels
-    if (written.min_pixels, written.max_pixels) != limits:
-        write_pixel_limits(folder, *limits)
 
 
 @torch.no_grad()
@@ -82,11 +76,13 @@ def _merged(base: nn.Module, used_up: bool) -> dict[str, Tensor]:
         for name, tensor in base.state_dict().items()
         if ".lora_A." not in name and ".lora_B." not in name
     }
-    for name, layer in base.named_modules():
-        if isinstance(layer, LoraLayer):
+    for name, module in base.named_modules():
+        if isinstance(module, LoraLayer):
+            layer: Any = module
             (adapter,) = layer.lora_A
             weight = whole[f"{name}.weight"]
-            delta: Tensor = layer.get_delta_weight(adapter)  # type: ignore[attr-defined]  # of linear layers
-            sum_ = (weight.float() + delta.float()).to(weight.dtype)
+            # not by peft's get_delta_weight, which rounds the product of adapters of 16 bits before it is added
+            low, high = layer.lora_A[adapter].weight.float(), layer.lora_B[adapter].weight.float()
+            sum_ = (weight.float() + layer.scaling[adapter] * (high @ low)).to(weight.dtype)
             whole[f"{name}.weight"] = weight.copy_(sum_) if used_up else sum_.cpu()
     return whole

@@ -22,6 +22,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from npu_vlrl.model.saving import save_model, save_tokenizer
+
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -99,8 +101,8 @@ def write_tiny_model(kind: str, folder: Path, seed: int, hidden: int = 64, layer
                 nn.init.normal_(parameter, std=INIT_STD)
     partial = folder.with_name(f".{folder.name}.partial")  # a folder that is there is whole
     model.should_save_on_this_rank = lambda is_main_process: True  # not on the first of a training's processes alone
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    save_model(model, partial)
+    save_tokenizer(tokenizer, partial)
     if kind != "qwen3":
         (partial / "preprocessor_config.json").write_text(json.dumps(_preprocessor(kind), indent=2))
     return partial.rename(folder)
@@ -190,6 +192,7 @@ def _preprocessor(kind: str) -> dict[str, Any]:
         "patch_size": unit // 2,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "size": {"shortest_edge": unit * unit, "longest_edge": unit * unit * 64},
+        "min_pixels": unit * unit,
+        "max_pixels": unit * unit * 64,
         **(clip if kind == "qwen2_5_vl" else half),
     }

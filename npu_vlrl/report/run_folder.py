@@ -10,13 +10,11 @@ import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from PIL import Image as PillowImage
 
-from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, dump_config, load_config
 from npu_vlrl.disk import unwritable, write_text, write_whole, writing
 from npu_vlrl.report.lines import read_lines
@@ -25,9 +23,6 @@ from npu_vlrl.report.verdicts import verdict_record
 from npu_vlrl.sync.disk import FOLDER as WEIGHTS
 from npu_vlrl.types import Image, Segment, Trajectory
 from npu_vlrl.workflow.environments.formats import Format, make_format
-
-PACKAGES = ("torch", "transformers", "tokenizers", "peft", "pillow", "math-verify")
-
 
 FREE: Any = {
     "run": True,
@@ -211,17 +206,6 @@ def _size_before(step: int, lines: Iterable[bytes], file: Path) -> int:
             break
         size += len(line)
     return size
-
-
-def versions() -> dict[str, str]:
-    """Versions of this package and of what it stands on."""
-    found = {"npu_vlrl": __version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def trajectory_record(

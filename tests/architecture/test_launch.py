@@ -174,6 +174,14 @@ def test_other_tests_have_an_environment_of_their_own(
     assert asked[-1] == f"-m pytest {tests} -x"
 
 
+def test_exports_are_made_in_one_environment_and_read_in_another(checkout: Checkout) -> None:
+    _, asked, *_ = checkout.run("test.sh", "--transformers4", "-x")
+    made = [line for line in asked if line.startswith("-m venv")]
+    assert made == ["-m venv --clear .venv", "-m venv --clear .venv-transformers4"]
+    assert any(line.endswith("-r requirements-transformers4.txt") for line in asked)
+    assert asked[-1] == "-m pytest tests/transformers4 -q -x"
+
+
 def test_tests_in_a_browser_take_the_chromium_that_is_there(checkout: Checkout) -> None:
     checkout.program("id", "#!/bin/sh\necho 1000\n")
     checkout.program("chromium", "#!/bin/sh\n")

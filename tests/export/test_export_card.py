@@ -133,10 +133,31 @@ def test_a_converted_model_has_no_history() -> None:
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_the_code_that_loads_a_model_loads_it(sees: bool) -> None:
-    """All but the processor of pictures, which needs torchvision; tests/vllm loads that."""
+    """All of it; `bash launch/test.sh --transformers4` has transformers 4 run it, too."""
     folder = str(tiny_folder("qwen2_5_vl" if sees else "qwen3"))
-    code = "\n".join(line for line in LOADED[sees, False].splitlines() if "rocessor.from" not in line)
     names: dict[str, Any] = {}
-    exec(code.replace("FOLDER", folder), names)
+    exec(LOADED[sees, False].replace("FOLDER", folder), names)
     assert names["model"].config.model_type == ("qwen2_5_vl" if sees else "qwen3")
-    assert sees or len(names["tokenizer"]) > 256
+    assert len(names["tokenizer"]) > 256 and ("image_processor" in names) is sees
+
+
+def test_the_document_has_the_code_of_the_card() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    assert LOADED[True, False].replace("FOLDER", "mine-rl") in document
+    assert LOADED[True, True].replace("FOLDER", "mine-lora").replace("BASE", "Qwen2.5-VL-3B-Instruct") in document
+
+
+def test_an_adapter_is_loaded_onto_a_base_in_the_dtype_of_its_training(tmp_path: Path) -> None:
+    """The folder of the base may say another."""
+    made = config(tmp_path, model={"path": "/models/base", "dtype": "bfloat16", "lora": {"rank": 2}})
+    card = run_card(made, Source(True, True, "adapters in bfloat16"), 8, METRICS, SUMMARY)
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
+    assert code is not None and 'from_pretrained("BASE", dtype="bfloat16")' in code[1]
+    assert 'from_pretrained("FOLDER", dtype="auto")' in run_card(made, WHOLE, 8, METRICS, SUMMARY)
+
+
+def test_a_text_model_has_no_vision_tower_to_freeze(tmp_path: Path) -> None:
+    made = config(tmp_path, model={"path": "/models/base", "freeze_vision": True})
+    text = dict(table(run_card(made, Source(False, False, "float32"), 8, METRICS, SUMMARY), "Training"))
+    vision = dict(table(run_card(made, WHOLE, 8, METRICS, SUMMARY), "Training"))
+    assert "frozen" not in text and vision["frozen"] == "the vision tower"

@@ -231,6 +231,10 @@ def test_an_adapter_by_itself(runs: Runs, tmp_path: Path, name: str) -> None:
     saved = load_file(run / "checkpoints" / "step-00000002" / "weights.safetensors")
     written = {name.replace(".weight", ".default.weight"): t for name, t in weights_of_adapter(out).items()}
     assert equal(saved, written)
+    dtype, made_from = ("float32", "") if name == "lora" else ("bfloat16", ", rounded from masters in float32")
+    assert {str(tensor.dtype) for tensor in written.values()} == {f"torch.{dtype}"}
+    assert f"| weights | adapters in {dtype}{made_from}" in (out / "README.md").read_text()
+    assert json.loads((out / MARK).read_text())["weights"].startswith(f"adapters in {dtype}{made_from}")
     base = plain_model(Path(small_model(run)))
     model = PeftModel.from_pretrained(base, out).eval()
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == small_model(run)

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image as Pillow
 
 from npu_vlrl.config import Config, ConfigError, load_config
-from npu_vlrl.report.run_folder import RunFolder, trajectory_record, versions
+from npu_vlrl.report.run_folder import RunFolder, trajectory_record
 from npu_vlrl.types import EpisodeStatus, Image, Trajectory, Verdict
 from tests.support.scripted import Verdicts, a_task, picture, play, workflow
 
@@ -316,15 +316,7 @@ def test_rewind_drops_a_line_that_a_crash_cut_off(tmp_path: Path) -> None:
     assert lines(run, "metrics.jsonl") == [{"step": 0, "a": 1.0}, {"step": 5, "a": 3.0}]
 
 
-def test_summary_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_is_written(tmp_path: Path) -> None:
     run = opened(tmp_path / "r")
-    run.summary({"steps": 3, "versions": versions()})
-    written = json.loads((run.path / "summary.json").read_text())
-    assert written["steps"] == 3
-    import torch
-    import transformers
-
-    assert written["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert written["versions"]["transformers"] == transformers.__version__
-    monkeypatch.setattr("npu_vlrl.report.run_folder.PACKAGES", ("no-such-package-at-all",))
-    assert versions()["no-such-package-at-all"] == "not installed"
+    run.summary({"steps": 3, "versions": {"torch": "2.13.0"}})
+    assert json.loads((run.path / "summary.json").read_text()) == {"steps": 3, "versions": {"torch": "2.13.0"}}
