@@ -69,7 +69,8 @@ class RunFolder:
         """The configuration of a run that is resumed, as it was."""
         in_the_way = os.path.exists(self.path) and not os.path.isdir(self.path)
         if not in_the_way and (problem := unwritable(self.path)):
-            raise ConfigError(f"run.dir: {self.path} cannot be used, since {problem}; choose another")
+            what = "written in" if os.path.isdir(self.path) else "made"
+            raise ConfigError(f"run.dir: {self.path} cannot be {what}, since {problem}; choose another")
         self.resumed = (self.path / "config.yaml").is_file()
         if self.resumed:
             self._check_writable()

@@ -67,7 +67,7 @@ def test_folders_that_are_in_the_way(tmp_path: Path) -> None:
     for taken in (tmp_path / "other", tmp_path / "other" / "thesis.tex"):
         with pytest.raises(ConfigError, match="exists and is not a run folder"):
             RunFolder(config(taken))
-    with pytest.raises(ConfigError, match=r"below cannot be used, since .*thesis\.tex is not writable"):
+    with pytest.raises(ConfigError, match=r"below cannot be made, since .*thesis\.tex is not writable"):
         RunFolder(config(tmp_path / "other" / "thesis.tex" / "below"))
 
 

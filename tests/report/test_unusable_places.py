@@ -69,7 +69,7 @@ def opened(folder: Path) -> str:
 
 def test_a_run_in_a_folder_that_is_not_ours(room: Path) -> None:
     (room / "run").mkdir(0o555)
-    told = f"run.dir: {room / 'run'} cannot be used, since {room / 'run'} is not writable; choose another"
+    told = f"run.dir: {room / 'run'} cannot be written in, since {room / 'run'} is not writable; choose another"
     assert as_nobody(lambda: opened(room / "run")) == told
     assert as_nobody(lambda: opened(room / "run" / "deep" / "er")).endswith(
         f"since {room / 'run'} is not writable; choose another"
@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_entered(room: Path) -> None:
         (room / "closed").chmod(0)
     told = as_nobody(lambda: opened(room / "closed" / "run"))
     assert (
-        told == f"run.dir: {room}/closed/run cannot be used, since {room}/closed/run: Permission denied; choose another"
+        told == f"run.dir: {room}/closed/run cannot be made, since {room}/closed/run: Permission denied; choose another"
     )
     (room / "closed").chmod(0o700)
 
