@@ -20,7 +20,7 @@ def test_the_gpu_is_chosen_and_answers() -> None:
     assert count == torch.cuda.device_count() >= 1
     gpu.set_device(0)
     assert gpu.device(0) == torch.device("cuda", 0) and gpu.device_name(0) in gpu.describe()
-    assert {"CUDA", "cuDNN", "NCCL"} == set(gpu.versions())
+    assert set(gpu.versions()) == {"CUDA", "cuDNN", "NCCL", "NVIDIA driver"}
     try:
         gpu.set_device(count)
     except HardwareError as error:
