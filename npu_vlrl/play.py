@@ -76,6 +76,7 @@ def play(config: Config, number: int, images: Path | None, show: bool, max_turns
     Each picture goes to a file in `images`, and with `show` to the terminal. `max_turns` None is no limit.
     Raises ConfigError or DataError for what cannot be played.
     """
+    screen = Screen(images, show)
     with ExitStack() as cleanup:
         runner = cleanup.enter_context(asyncio.Runner())
         setting = make_setting(config, cleanup)
@@ -86,7 +87,6 @@ def play(config: Config, number: int, images: Path | None, show: bool, max_turns
                 f"--task {number}: data.train has no such task; the first one is 0, choose a smaller number"
             )
         environment = setting.new_environment(_processor(config, cleanup), None)
-        screen = Screen(images, show)
         opening = runner.run(environment.reset(task))
         screen.line(f"{task.id}. {HELP}")
         screen.messages(_told_first(config, opening, setting.schemas))
@@ -160,6 +160,7 @@ class Screen:
         self.turn = 0
         """Number in the names of the files."""
         self._folder, self._show = images, show
+        self._root = Path.cwd()  # before a game may change it
         self._written: Counter[int] = Counter()
 
     def line(self, text: str) -> None:
@@ -186,8 +187,8 @@ class Screen:
         self._written[self.turn] += 1
         file = folder / f"turn-{self.turn:03}{f'-{index}' if index else ''}.png"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            PIL.Image.fromarray(image.rgb).save(file)
+            (self._root / folder).mkdir(parents=True, exist_ok=True)
+            PIL.Image.fromarray(image.rgb).save(self._root / file)
         except OSError as error:
             raise ConfigError(f"--images: {error}; choose another folder") from error
         return file

@@ -33,7 +33,7 @@ def _play(options: argparse.Namespace) -> None:
         if (number := getattr(options, name) or 0) < 0:
             raise ConfigError(f"--{name} must be at least 0, got {number}")
     show = options.show or (sys.stdout.isatty() and options.images is None)
-    images = Path(options.images).absolute() if options.images is not None else None
+    images = Path(options.images) if options.images is not None else None
     if options.environment is not None:
         if options.overrides:
             raise ConfigError(f"{options.overrides[0]} changes a configuration; with --environment use --option")
