@@ -115,6 +115,8 @@ class Run:
                 self.console.trouble(f"{newest} is of an earlier release and has no checksums: damage may go unnoticed")
             if (before := self.folder.before) is not None and (jump := rate_jump(before, self.config, learner.updates)):
                 self.console.trouble(jump)
+        elif self.folder.resumed:
+            self.console.trouble(f"{self.folder.checkpoints} holds no checkpoint: the training begins anew at step 0")
         self._counters.begin(learner, counted)
         self.folder.rewind(step)
         return step

@@ -49,6 +49,9 @@ READ_AS_JSON = (
     "video_preprocessor_config.json",
 )
 
+SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
+TEXTS = ("merges.txt", "vocab.txt")
+
 QUANTISED = ("quantization_config", "compression_config", "quantization")
 """Keys of a config.json: transformers', that of older compressed-tensors, MLX's."""
 QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -71,6 +74,15 @@ PLACEHOLDERS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+
+
+def model_files(folder: Path) -> dict[str, Path]:
+    """The files by which a Hugging Face folder decides what it computes, by their names in it: weights, configuration,
+    tokenizer, templates and processor. Others say nothing. Links, as caches have them, are followed.
+    """
+    there = [*folder.glob("*"), *folder.glob("*chat_templates/*")]
+    found = sorted(path for path in there if path.suffix in SUFFIXES or path.name in TEXTS)
+    return {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
 
 
 def quieten() -> None:
