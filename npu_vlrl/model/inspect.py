@@ -52,6 +52,13 @@ READ_AS_JSON = (
 SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
 TEXTS = ("merges.txt", "vocab.txt")
 
+ELSEWHERE = (
+    ("config.json", "transformers_weights"),
+    ("config.json", "configuration_files"),
+    ("tokenizer_config.json", "fast_tokenizer_files"),
+)
+"""Keys by which a file sends its reader to another one."""
+
 QUANTISED = ("quantization_config", "compression_config", "quantization")
 """Keys of a config.json: transformers', that of older compressed-tensors, MLX's."""
 QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -74,6 +81,12 @@ PLACEHOLDERS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+
+
+TIE = "tie_word_embeddings"
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rope types."""
 
 
 def model_files(folder: Path) -> dict[str, Path]:
@@ -155,15 +168,30 @@ def read_settings(folder: Path) -> Any:
             f"model.path: {folder} is of the model type {kind}; supported are {', '.join(SUPPORTED)}, which are "
             "Qwen2.5-VL, Qwen3-VL and the text models Qwen2, Qwen2.5 and Qwen3"
         )
-    if config.get("transformers_weights"):
-        raise ConfigError(
-            f"model.path: {folder / 'config.json'} names its weights by `transformers_weights`, which only some "
-            "programs read; call them model.safetensors and remove the key"
-        )
+    for name, key in ELSEWHERE:
+        if objects.get(name, {}).get(key):
+            raise ConfigError(
+                f"model.path: {folder / name} names other files by `{key}`, which only some programs read; give what "
+                "it names the usual name, and remove the key"
+            )
     _refuse_code(folder, objects)
     _refuse_quantised(folder, config)
+    text = config.get("text_config")
+    ties = [part[TIE] for part in (config, text) if isinstance(part, dict) and TIE in part]
+    if len(ties) == 2 and ties[0] != ties[1]:
+        raise ConfigError(
+            f"model.path: {folder / 'config.json'}: `{TIE}` is {ties[0]}, and {ties[1]} in `text_config`, so programs "
+            "differ in whether the head is the embedding; write the same in both, true if the weights have no "
+            "lm_head.weight"
+        )
     with explained(f"model.path: cannot read {folder / 'config.json'}"):
         settings = AutoConfig.from_pretrained(folder, **NO_CODE)
+    rope = (getattr(settings.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
+    if rope in LENGTH_DEPENDENT:
+        raise ConfigError(
+            f"model.path: {folder / 'config.json'} scales rotary positions by `{rope}`, whose frequencies depend on "
+            "the longest sequence of a pass, so engine and learner would disagree; use yarn or linear, or no scaling"
+        )
     if "sliding_attention" in (getattr(settings.get_text_config(), "layer_types", None) or ()):
         raise ConfigError(
             f"model.path: {folder / 'config.json'} sets `use_sliding_window`, which is not supported; write false if "
@@ -259,7 +287,9 @@ def _tokens(folder: Path) -> dict[str, int]:
 def _check_template(folder: Path) -> None:
     named_in = ("tokenizer_config.json", "chat_template.json")
     files = [folder / name for name in named_in if (folder / name).is_file()]
-    if not (folder / "chat_template.jinja").is_file() and not any(read_object(f).get("chat_template") for f in files):
+    own = folder / "chat_template.jinja"  # goes before the others, even where it is empty
+    texts = [own.read_bytes()] if own.is_file() else [read_object(file).get("chat_template") for file in files]
+    if not any(texts):
         raise ConfigError(no_template(folder))
 
 

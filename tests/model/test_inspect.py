@@ -21,7 +21,7 @@ from npu_vlrl.config import Config, ConfigError, ModelConfig
 from npu_vlrl.estimate.outline import outline_of
 from npu_vlrl.export.foreign import convert
 from npu_vlrl.model.inspect import inspect_folder
-from npu_vlrl.model.load import model_folder
+from npu_vlrl.model.load import load_tokenizer, model_folder
 from tests.support.models import load, tiny_folder
 
 Spoil = Callable[[Path], Any]
@@ -208,7 +208,7 @@ WEIGHTS: dict[str, tuple[Spoil, str]] = {
     ),
     "elsewhere": (
         both(write("other.safetensors"), change("config.json", transformers_weights="other.safetensors")),
-        "names its weights by `transformers_weights`, .* remove the key",
+        "config.json names other files by `transformers_weights`, .* remove the key",
     ),
     "empty": (write("model.safetensors", b""), "model.safetensors is empty; download it again"),
     "cut": (cut, "model.safetensors is cut short or no safetensors file"),
@@ -246,8 +246,15 @@ WEIGHTS: dict[str, tuple[Spoil, str]] = {
         own_head,
         "says `tie_word_embeddings: true`, but lm_head.weight is another matrix .*false",
     ),
-    "tied head, said to be its own": (
+    "head said to be both": (
         change("config.json", tie_word_embeddings=False),
+        "`tie_word_embeddings` is False, and True in `text_config`, .* write the same in both",
+    ),
+    "tied head, said to be its own": (
+        both(
+            change("config.json", tie_word_embeddings=False),
+            change("config.json", "text_config", tie_word_embeddings=False),
+        ),
         "says `tie_word_embeddings: false`, and the weights have no lm_head.weight; write true",
     ),
 }
@@ -270,6 +277,23 @@ CONFIG: dict[str, tuple[Spoil, str]] = {
             layer_types=["sliding_attention"] * 2,
         ),
         "sets `use_sliding_window`, which is not supported; write false",
+    ),
+    "another config": (
+        both(write("config.4.0.0.json"), change("config.json", configuration_files=["config.4.0.0.json"])),
+        "config.json names other files by `configuration_files`",
+    ),
+    "another tokenizer": (
+        change("tokenizer_config.json", fast_tokenizer_files=["tokenizer.4.0.0.json"]),
+        "tokenizer_config.json names other files by `fast_tokenizer_files`",
+    ),
+    "empty template": (write("chat_template.jinja", ""), "has no chat template"),
+    "frequencies by length": (
+        change(
+            "config.json",
+            "text_config",
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        ),
+        "scales rotary positions by `dynamic`, .* use yarn or linear",
     ),
     "tower": (change("config.json", "vision_config", out_hidden_size=32), "model.path: .*(out_hidden_size|do not fit)"),
 }
@@ -580,6 +604,17 @@ def test_a_broken_template_is_told_where_it_is_read(folder: Path) -> None:
     write("chat_template.jinja", "{% for message in messages %}")(folder)
     with pytest.raises(ConfigError, match="the chat template of .* cannot be read"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [([{"name": "tool_use", "template": "x"}], "has no chat template"), (3, "is 3, and must be a text")],
+)
+def test_what_is_no_template_is_refused_where_it_is_read(folder: Path, template: Any, message: str) -> None:
+    (folder / "chat_template.jinja").unlink()
+    change("tokenizer_config.json", chat_template=template)(folder)
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(folder)
 
 
 def test_a_kernel_that_config_json_names_is_not_fetched(folder: Path) -> None:
