@@ -27,7 +27,7 @@ from npu_vlrl.config import ConfigError
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.model.identify import not_a_model
 from npu_vlrl.model.tokens import END_OF_TURN, IMAGE
-from npu_vlrl.model.weight_files import AGAIN, NO_CODE, check_head, check_names, read_headers, read_object
+from npu_vlrl.model.weight_files import AGAIN, NO_CODE, check_names, read_headers, read_object
 
 VISION_MODELS: dict[str, Any] = {
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
@@ -83,8 +83,6 @@ PLACEHOLDERS = {
 }
 
 
-TIE = "tie_word_embeddings"
-
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rope types."""
 
@@ -139,8 +137,6 @@ def _inspect(folder: Path, whole: bool, stamp: tuple[tuple[str, int, int], ...])
     if tensors is not None:
         with explained(f"model.path: cannot make a model of {folder}"):
             check_names(folder, SUPPORTED[settings.model_type], settings, tensors)
-        if settings.tie_word_embeddings:
-            check_head(folder, tensors)
     elif whole:
         raise ConfigError(
             f"model.path: {folder} has no weights: neither model.safetensors nor model.safetensors.index.json; "
@@ -176,14 +172,6 @@ def read_settings(folder: Path) -> Any:
             )
     _refuse_code(folder, objects)
     _refuse_quantised(folder, config)
-    text = config.get("text_config")
-    ties = [part[TIE] for part in (config, text) if isinstance(part, dict) and TIE in part]
-    if len(ties) == 2 and ties[0] != ties[1]:
-        raise ConfigError(
-            f"model.path: {folder / 'config.json'}: `{TIE}` is {ties[0]}, and {ties[1]} in `text_config`, so programs "
-            "differ in whether the head is the embedding; write the same in both, true if the weights have no "
-            "lm_head.weight"
-        )
     with explained(f"model.path: cannot read {folder / 'config.json'}"):
         settings = AutoConfig.from_pretrained(folder, **NO_CODE)
     rope = (getattr(settings.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
