@@ -21,18 +21,18 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
+
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.disk import sha256, write_text
 from npu_vlrl.learner.checkpoint import steps_done
+from npu_vlrl.model.inspect import model_files
 from npu_vlrl.model.load import model_folder
 from npu_vlrl.workflow.workers import is_spec
 
 FILE = "inputs.json"
 MODEL, CODE, WARM_START = "model.path", "code", "warm_start"
-
-SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
-NAMES = ("merges.txt", "vocab.txt")
-"""Files of a model folder that weights, tokenizer, template and processor are read from; others say nothing."""
 
 INSTALLED = {"site-packages", "dist-packages"}
 THREADS = 8
@@ -40,6 +40,19 @@ THREADS = 8
 Files = dict[str, Path]
 """By the names under which they are told."""
 Digests = dict[str, str]
+
+
+class _Record(TypedDict):
+    """Content of `inputs.json`."""
+
+    recorded: str
+    """When the run began."""
+    accepted: list[dict[str, JsonValue]]
+    """Changes of code that the run went on with."""
+    sha256: dict[str, Digests]
+
+
+_RECORD = TypeAdapter(_Record)
 
 
 class Inputs:
@@ -83,8 +96,7 @@ class Inputs:
         before = self._read()
         if before is not None:
             self._began = before["recorded"]
-            model = model_folder(self._config.model.path, self._folder / "model", self._config.train.seed)
-            self._compare(MODEL, before["sha256"].get(MODEL), digests(model_files(model)))
+            self._compare(MODEL, before["sha256"].get(MODEL), digests(self._model()))
 
     def record(self) -> None:
         """Writes the fingerprints of all inputs that are there; those of a warm start follow when it is done."""
@@ -123,8 +135,7 @@ class Inputs:
 
     def _sections(self) -> dict[str, Files]:
         config, folder = self._config, self._folder
-        model = model_folder(config.model.path, folder / "model", config.train.seed)
-        found = {MODEL: model_files(model), CODE: self._code}
+        found = {MODEL: self._model(), CODE: self._code}
         if (folder / WARM_START / "config.json").is_file():
             found[WARM_START] = model_files(folder / WARM_START)
         sources = {"data.train": config.data.train, "data.eval": config.data.eval}
@@ -135,15 +146,25 @@ class Inputs:
                 found[section] = data_files(Path(source.path))
         return found
 
-    def _read(self) -> dict[str, Any] | None:
+    def _model(self) -> Files:
+        """Not inspected where it is a model folder still: that it has changed says more than that it does not fit."""
+        folder = Path(self._config.model.path)
+        if not (folder / "config.json").is_file():
+            folder = model_folder(self._config.model.path, self._folder / "model", self._config.train.seed)
+        return model_files(folder)
+
+    def _read(self) -> _Record | None:
         if not self._file.is_file():
             return None
         try:
-            before = json.loads(self._file.read_text())
-            return {key: before[key] for key in ("recorded", "accepted", "sha256")}
-        except (ValueError, KeyError, TypeError) as error:
+            return _RECORD.validate_json(self._file.read_bytes(), strict=True)
+        except (OSError, ValidationError) as error:
+            reason = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+                reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
             raise ConfigError(
-                f"{self._file} cannot be read ({error!r}); put it back, or remove it to go on without this check"
+                f"{self._file} cannot be read ({reason}); put it back, or remove it to go on without this check"
             ) from error
 
     def _write(self, found: Mapping[str, Digests]) -> None:
@@ -175,17 +196,13 @@ def differences(before: Digests, now: Digests) -> dict[str, str]:
     return found
 
 
-def model_files(folder: Path) -> Files:
-    """What decides what a Hugging Face folder computes. Links, as caches have them, are followed."""
-    there = [*folder.glob("*"), *folder.glob("*chat_templates/*")]
-    found = sorted(path for path in there if path.suffix in SUFFIXES or path.name in NAMES)
-    return {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
-
-
 def data_files(path: Path) -> Files:
-    """A file, or all files of a folder, by names that do not tell where it is."""
+    """A file, or all files of a folder, by names that do not tell where it is. Hidden ones are left out, such as the
+    notes of a downloader in `.cache`.
+    """
     if path.is_dir():
-        return {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
+        found = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
+        return {name.as_posix(): file for name, file in found.items() if not any(p.startswith(".") for p in name.parts)}
     return {path.name: path}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,23 @@ from npu_vlrl.hardware import software
 from npu_vlrl.inputs import Inputs
 from npu_vlrl.learner.checkpoint import CheckpointError, has_checksums, latest, steps_done
 from npu_vlrl.learner.group import LearnerGroup
-from npu_vlrl.learner.schedule import learning_rate
+from npu_vlrl.learner.schedule import rate_jump
 from npu_vlrl.learner.state import needed
 from npu_vlrl.paths import rooted
 from npu_vlrl.report.console import ConsoleReport
+from npu_vlrl.report.counters import Counters
 from npu_vlrl.report.evaluated import means_by_source
 from npu_vlrl.report.metrics import rollout_metrics, throughput
 from npu_vlrl.report.run_folder import RunFolder
 from npu_vlrl.report.sinks import Opening, Sinks, check_installed
 from npu_vlrl.report.token_values import token_values
+from npu_vlrl.report.troubles import Troubles, wrong_replies_message
 from npu_vlrl.rollout.collect import Rollout, collect
 from npu_vlrl.rollout.probe import Probe
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
 from npu_vlrl.types import Sample, Trajectory
-from npu_vlrl.workflow.export import equal, export, pays_for_failing
+from npu_vlrl.workflow.export import equal, export
 from npu_vlrl.workflow.rewards import lowest_reward
 
 
@@ -67,16 +69,15 @@ class Run:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
         """`baseline` and `final`; they survive a stop."""
-        self._told_that_failing_pays = False
+        self.troubles = Troubles(config.workflow, self.parts.train_tasks, self.parts.wrong_replies)
         if not config.environment.is_game:
-            for message in self._failing_pays(lowest_reward(config.reward.rule, config.reward.options), "reward.rule"):
+            lowest = lowest_reward(config.reward.rule, config.reward.options)
+            for message in self.troubles.failing_pays(lowest, "reward.rule"):
                 self.console.line(message)
-        self._told_records = self._told_updates = self._told_replies = 0
+        self._counters = Counters(self.parts.engine, self.parts.vision)
         self._began = time.monotonic()
         self._seconds_before = 0.0
         """Of the processes before this one, until their checkpoint."""
-        self._counted_before: dict[str, float] = {}
-        """By them, less what the warm start of this one counted."""
 
     def _opening(self, sink: str) -> Opening:
         folder = self.folder
@@ -108,13 +109,15 @@ class Run:
             self.evaluations = needed(newest, state, "evaluations", dict)
             # earlier releases wrote neither
             self._seconds_before, counted = state.get("seconds", 0.0), state.get("counters", {})
-            self._told_records, self._told_updates = len(self.parts.train_tasks.skipped), len(learner.skipped)
+            self.troubles.told_before(learner)
             self.console.line(f"resumed from {newest} after {step} steps")
             if not has_checksums(newest):
                 self.console.trouble(f"{newest} is of an earlier release and has no checksums: damage may go unnoticed")
-            if (before := self.folder.before) is not None:
-                self._tell_schedule(before, learner.updates)
-        self._counted_before = {name: counted.get(name, 0) - n for name, n in self._counters(learner).items()}
+            if (before := self.folder.before) is not None and (jump := rate_jump(before, self.config, learner.updates)):
+                self.console.trouble(jump)
+        elif self.folder.resumed:
+            self.console.trouble(f"{self.folder.checkpoints} holds no checkpoint: the training begins anew at step 0")
+        self._counters.begin(learner, counted)
         self.folder.rewind(step)
         return step
 
@@ -122,18 +125,6 @@ class Run:
         """What compares the engines with the learner after each update of the weights."""
         parts, room = self.parts, self.config.workflow.context_tokens
         return EngineGuard(parts.engine, learner, Probe(parts.loaded, parts.workflow.renderer, room))
-
-    def _tell_schedule(self, before: Config, updates: int) -> None:
-        """Says by how much the learning rate jumps where `train.steps` is another one than before."""
-        optim, in_step = self.config.optim, self.config.algorithm.updates * self.config.algorithm.epochs
-        steps = before.train.steps, self.config.train.steps
-        was, now = (learning_rate(optim, updates, total * in_step, in_step) for total in steps)
-        if was != now:
-            self.console.trouble(
-                f"train.steps was {steps[0]} and is {steps[1]}: the {optim.schedule} schedule ends there now, so the "
-                f"learning rate goes on with {now:.3g} where it would have been {was:.3g}; for the old curve resume "
-                f"with train.steps={steps[0]}"
-            )
 
     def rollouts(self, step: int) -> InTurn | Stream:
         """Where the steps from `step` on get their groups."""
@@ -209,7 +200,7 @@ class Run:
         self.sinks.scalars(step, flat)
         for error in evaluation.errors[:3]:
             self.console.line(f"evaluation skipped {error}")
-        for message in (*_wrong(self._new_wrong_replies()), *evaluation.judgements.messages()):
+        for message in (*wrong_replies_message(self.troubles.new_wrong_replies()), *evaluation.judgements.messages()):
             self.console.line(f"evaluation: {message}")
         return found["all"]
 
@@ -228,9 +219,9 @@ class Run:
         metrics |= {
             "failed_groups": len(rollout.failed),
             "replaced_groups": rollout.replaced,
-            "wrong_replies": (wrong_replies := self._new_wrong_replies()),
+            "wrong_replies": (wrong_replies := self.troubles.new_wrong_replies()),
             "skipped_records": len(self.parts.train_tasks.skipped),
-            **self._counters(learner),
+            **self._counters.values(learner),
             "peak_memory_gib": self.parts.platform.peak_memory_bytes() / 2**30,
         }
         self.folder.metrics(step, metrics)
@@ -240,62 +231,18 @@ class Run:
             failed = [trajectory for group in rollout.failed for trajectory in group]
             values = token_values(samples, learner.noted)
             self.folder.trajectories(step, [*trajectories, *failed], advantages, values)
-        for message in (*_wrong(wrong_replies), *self._troubles(rollout, learner)):
+        for message in (*wrong_replies_message(wrong_replies), *self.troubles.of_step(rollout, learner)):
             self.console.trouble(f"step {step}: {message}")
         if run.show_every and step % run.show_every == 0:
             self.console.trajectory(trajectories[0])
             self.sinks.trajectory(step, trajectories[0])
         self.console.step(step, metrics, trajectories[0])
 
-    def _failing_pays(self, lowest: float, whose: str) -> Iterator[str]:
-        """Says once that longer failures earn more, where the verdicts of a judge may be as low as `lowest`."""
-        workflow = self.config.workflow
-        pays = pays_for_failing(workflow.reward_mode, workflow.turn_discount, lowest)
-        if pays and not self._told_that_failing_pays:
-            self._told_that_failing_pays = True
-            gamma = f"{workflow.turn_discount:g}"
-            yield (
-                f"workflow.reward_mode={workflow.reward_mode} with workflow.turn_discount={gamma} pays for failing "
-                f"longer: {whose} gives {lowest:g} for a wrong answer, and turn k, from 0, counts {gamma}^k of it; set "
-                "workflow.turn_discount=1 or workflow.reward_mode=sum, or choose a rule that gives nothing below 0"
-            )
-
-    def _counters(self, learner: LearnerGroup) -> dict[str, float]:
-        """What was counted since the end of the warm start, the processes before this one included."""
-        counts, vision = self.parts.engine.counts, self.parts.vision
-        own = {
-            "engine/tokens_requested": counts.tokens_requested,
-            "engine/tokens_prefilled": counts.tokens_prefilled,
-            "engine/tokens_decoded": counts.tokens_decoded,
-            "learner/tokens_referenced": learner.tokens_referenced,
-            "learner/tokens_computed": learner.tokens_computed,
-            "images_referenced": vision.referenced + counts.images_referenced,
-            "images_encoded": vision.encoded + counts.images_encoded,
-        }
-        return {name: count + self._counted_before.get(name, 0) for name, count in own.items()}
-
-    def _new_wrong_replies(self) -> int:
-        """Since the last call."""
-        before, self._told_replies = self._told_replies, self.parts.wrong_replies()
-        return self._told_replies - before
-
-    def _troubles(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
-        """What went wrong since the last call."""
-        yield from rollout.errors
-        yield from rollout.judgements.messages()
-        verdicts = ((t.id, turn.verdict) for t in rollout.trajectories for turn in t.turns if turn.verdict is not None)
-        lowest, name = min(((verdict.reward, name) for name, verdict in verdicts), default=(0.0, ""))
-        yield from self._failing_pays(lowest, f"the judge of {name}")
-        records = list(self.parts.train_tasks.skipped.values())
-        yield from (f"skipped {message}" for message in records[self._told_records :])
-        yield from (f"update skipped, not finite: sample {name}" for name in learner.skipped[self._told_updates :])
-        self._told_records, self._told_updates = len(records), len(learner.skipped)
-
     def save(self, steps: int, learner: LearnerGroup, tasks: dict[str, Any]) -> Path:
         """`tasks` is the state of the source of tasks; another thread may draw from it meanwhile."""
         self.parts.engine.forget_features()  # as `learner.save` does with the learner's
         state = {"tasks": tasks, "evaluations": self.evaluations, "seconds": self.seconds}
-        state["counters"] = self._counters(learner)
+        state["counters"] = self._counters.values(learner)
         keep = self.config.run.keep_checkpoints
         return learner.save(self.folder.checkpoints, steps, self.parts.platform, state, keep)
 
@@ -317,12 +264,3 @@ class Run:
         self.folder.summary(summary)
         self.console.summary(self.evaluations, self.folder.path)
         return summary
-
-
-def _wrong(replies: int) -> list[str]:
-    if not replies:
-        return []
-    return [
-        f"{replies} replies of judges or tools were not to their requests, and ended their processes; let no function "
-        "leave a forked process behind"
-    ]

@@ -13,7 +13,7 @@ from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.export.card import Source, run_card
 from npu_vlrl.inputs import Inputs
-from npu_vlrl.learner.checkpoint import STATE, complete
+from npu_vlrl.learner.checkpoint import STATE, complete, latest
 from npu_vlrl.learner.state import load_policy
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import LoadedModel, load_model
@@ -59,15 +59,18 @@ def export_end(loaded: LoadedModel, config: Config, run: Path, summary: Mapping[
 
 
 def find_checkpoint(run: Path, wanted: str | None) -> Path:
-    """Raises ConfigError when there is none, or not the one that is wanted, and lists those that are there."""
+    """Raises ConfigError when there is none, or not the one that is wanted, and lists those that are there; and what
+    `latest` raises.
+    """
     there = complete(run / "checkpoints")
     steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in there) or "none"
     if wanted is None:
-        if not there:
+        newest = latest(run / "checkpoints")
+        if newest is None:
             raise ConfigError(
                 f"{run} has no checkpoint; a training writes one at its end and run.checkpoint_every steps"
             )
-        return there[-1]
+        return newest
     if wanted.isdecimal():
         found = [path for path in there if path.name == f"step-{int(wanted):08d}"]
         if not found:

@@ -120,8 +120,16 @@ def _gather(sums: dict[str, str], ranks: Ranks) -> dict[str, str]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
+    """The newest complete checkpoint, or None.
+
+    Raises CheckpointError for a newer one without STATE: it was written whole, so a run that went on from an older one
+    would forget steps that it has done.
+    """
     found = complete(folder)
+    newest = found[-1].name if found else ""
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        if _NAME.match(path.name) and path.is_dir() and path.name > newest:
+            raise CheckpointError(f"checkpoint file {path / STATE} is missing; {remedy(path)}")
     return found[-1] if found else None
 
 

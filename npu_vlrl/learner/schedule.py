@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from npu_vlrl.config import OptimConfig
+from npu_vlrl.config import Config, OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total: int, in_step: int = 1) -> float:
@@ -22,3 +22,19 @@ def learning_rate(config: OptimConfig, step: int, total: int, in_step: int = 1) 
         "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
     }[config.schedule]
     return config.lr * factor
+
+
+def rate_jump(before: Config, now: Config, updates: int) -> str | None:
+    """Says by how much the learning rate jumps after `updates` optimiser steps, where a run is resumed with another
+    `train.steps`; None where it does not.
+    """
+    optim, in_step = now.optim, now.algorithm.updates * now.algorithm.epochs
+    steps = before.train.steps, now.train.steps
+    old, new = (learning_rate(optim, updates, total * in_step, in_step) for total in steps)
+    if old == new:
+        return None
+    return (
+        f"train.steps was {steps[0]} and is {steps[1]}: the {optim.schedule} schedule ends there now, so the learning "
+        f"rate goes on with {new:.3g} where it would have been {old:.3g}; for the old curve resume with "
+        f"train.steps={steps[0]}"
+    )

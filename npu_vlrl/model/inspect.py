@@ -27,7 +27,7 @@ from npu_vlrl.config import ConfigError
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.model.identify import not_a_model
 from npu_vlrl.model.tokens import END_OF_TURN, IMAGE
-from npu_vlrl.model.weight_files import AGAIN, NO_CODE, check_head, check_names, read_headers, read_object
+from npu_vlrl.model.weight_files import AGAIN, NO_CODE, check_names, read_headers, read_object
 
 VISION_MODELS: dict[str, Any] = {
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
@@ -48,6 +48,16 @@ READ_AS_JSON = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+
+SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
+TEXTS = ("merges.txt", "vocab.txt")
+
+ELSEWHERE = (
+    ("config.json", "transformers_weights"),
+    ("config.json", "configuration_files"),
+    ("tokenizer_config.json", "fast_tokenizer_files"),
+)
+"""Keys by which a file sends its reader to another one."""
 
 QUANTISED = ("quantization_config", "compression_config", "quantization")
 """Keys of a config.json: transformers', that of older compressed-tensors, MLX's."""
@@ -71,6 +81,19 @@ PLACEHOLDERS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rope types."""
+
+
+def model_files(folder: Path) -> dict[str, Path]:
+    """The files by which a Hugging Face folder decides what it computes, by their names in it: weights, configuration,
+    tokenizer, templates and processor. Others say nothing. Links, as caches have them, are followed.
+    """
+    there = [*folder.glob("*"), *folder.glob("*chat_templates/*")]
+    found = sorted(path for path in there if path.suffix in SUFFIXES or path.name in TEXTS)
+    return {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
 
 
 def quieten() -> None:
@@ -114,8 +137,6 @@ def _inspect(folder: Path, whole: bool, stamp: tuple[tuple[str, int, int], ...])
     if tensors is not None:
         with explained(f"model.path: cannot make a model of {folder}"):
             check_names(folder, SUPPORTED[settings.model_type], settings, tensors)
-        if settings.tie_word_embeddings:
-            check_head(folder, tensors)
     elif whole:
         raise ConfigError(
             f"model.path: {folder} has no weights: neither model.safetensors nor model.safetensors.index.json; "
@@ -143,15 +164,22 @@ def read_settings(folder: Path) -> Any:
             f"model.path: {folder} is of the model type {kind}; supported are {', '.join(SUPPORTED)}, which are "
             "Qwen2.5-VL, Qwen3-VL and the text models Qwen2, Qwen2.5 and Qwen3"
         )
-    if config.get("transformers_weights"):
-        raise ConfigError(
-            f"model.path: {folder / 'config.json'} names its weights by `transformers_weights`, which only some "
-            "programs read; call them model.safetensors and remove the key"
-        )
+    for name, key in ELSEWHERE:
+        if objects.get(name, {}).get(key):
+            raise ConfigError(
+                f"model.path: {folder / name} names other files by `{key}`, which only some programs read; give what "
+                "it names the usual name, and remove the key"
+            )
     _refuse_code(folder, objects)
     _refuse_quantised(folder, config)
     with explained(f"model.path: cannot read {folder / 'config.json'}"):
         settings = AutoConfig.from_pretrained(folder, **NO_CODE)
+    rope = (getattr(settings.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
+    if rope in LENGTH_DEPENDENT:
+        raise ConfigError(
+            f"model.path: {folder / 'config.json'} scales rotary positions by `{rope}`, whose frequencies depend on "
+            "the longest sequence of a pass, so engine and learner would disagree; use yarn or linear, or no scaling"
+        )
     if "sliding_attention" in (getattr(settings.get_text_config(), "layer_types", None) or ()):
         raise ConfigError(
             f"model.path: {folder / 'config.json'} sets `use_sliding_window`, which is not supported; write false if "
@@ -247,7 +275,9 @@ def _tokens(folder: Path) -> dict[str, int]:
 def _check_template(folder: Path) -> None:
     named_in = ("tokenizer_config.json", "chat_template.json")
     files = [folder / name for name in named_in if (folder / name).is_file()]
-    if not (folder / "chat_template.jinja").is_file() and not any(read_object(f).get("chat_template") for f in files):
+    own = folder / "chat_template.jinja"  # goes before the others, even where it is empty
+    texts = [own.read_bytes()] if own.is_file() else [read_object(file).get("chat_template") for file in files]
+    if not any(texts):
         raise ConfigError(no_template(folder))
 
 

@@ -109,8 +109,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     file = folder / "chat_template.json"  # of processors; tokenizers do not read it
     if tokenizer.chat_template is None and file.is_file():
         tokenizer.chat_template = read_object(file).get("chat_template")
-    if not tokenizer.chat_template:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several by name
+        template = template.get("default")
+    if not template:
         raise ConfigError(no_template(folder))
+    if not isinstance(template, str):
+        raise ConfigError(f"model.path: the chat template of {folder} is {template!r:.60}, and must be a text; {AGAIN}")
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateSyntaxError as error:

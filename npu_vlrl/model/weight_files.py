@@ -1,6 +1,6 @@
 """The safetensors of a model folder by their headers: which files there are, and which tensors with which shapes.
 
-No weight is read, but for a head that stands beside an embedding to which config.json ties it.
+No weight is read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ BUILT_IN_ATTENTION = "sdpa"
 
 AGAIN = "download it again"
 POINTER = b"version https://git-lfs"
-ROWS = 4096
-"""Rows of two matrices that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -170,25 +168,3 @@ def check_report(folder: Path, report: Mapping[str, Iterable[Any]]) -> None:
     if any(".lora_" in name or ".base_layer." in name for name in unexpected):
         remedy = "an adapter that was not merged is among them, merge it first (`merge_and_unload` of peft)"
     raise ConfigError(f"model.path: the weights of {folder} do not fit its config.json: {told}; {remedy}")
-
-
-def check_head(folder: Path, tensors: Mapping[str, Header]) -> None:
-    """Compares a head with the embedding that config.json ties it to. Raises ConfigError when they differ."""
-    heads = [name for name in tensors if name.endswith("lm_head.weight")]
-    embeddings = [name for name in tensors if name.endswith("embed_tokens.weight")]
-    if heads and embeddings and not _equal(heads[0], embeddings[0], tensors):
-        raise ConfigError(
-            f"model.path: {folder}: config.json says `tie_word_embeddings: true`, but {heads[0]} is another matrix "
-            f"than {embeddings[0]}, so programs differ in what they compute; write false if the model has a head of "
-            f"its own, or remove {heads[0]}"
-        )
-
-
-def _equal(first: str, second: str, tensors: Mapping[str, Header]) -> bool:
-    one, other = tensors[first], tensors[second]
-    if one.shape != other.shape:
-        return False
-    with safe_open(one.file, "pt") as a, safe_open(other.file, "pt") as b:
-        left, right = a.get_slice(first), b.get_slice(second)
-        starts = range(0, one.shape[0], ROWS)
-        return all(torch.equal(left[i : i + ROWS].float(), right[i : i + ROWS].float()) for i in starts)

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.export.run import export_run
-from npu_vlrl.inputs import Inputs, code_files, differences, model_files
+from npu_vlrl.inputs import Inputs, code_files, differences
+from npu_vlrl.model.inspect import READ_AS_JSON, TOKENIZER, VOCABULARY, model_files
+from npu_vlrl.model.weight_files import INDEX, SINGLE
 from npu_vlrl.paths import rooted
 from npu_vlrl.train import train
 from tests.support.learning import tiny_folder
@@ -108,6 +110,13 @@ def test_a_tiny_model_is_known_by_its_weights(tmp_path: Path) -> None:
     config = begun(small_config(tmp_path / "run", model__path="tiny:qwen2_5_vl"))
     one_number(next((tmp_path / "run" / "model").rglob("model.safetensors")))
     assert "model.path: model.safetensors changed" in refused(config)
+
+
+def test_whatever_an_inspection_reads_is_compared(tmp_path: Path) -> None:
+    read = {*READ_AS_JSON, TOKENIZER, VOCABULARY, SINGLE, INDEX, "chat_template.jinja", "merges.txt"}
+    for name in read:
+        (tmp_path / name).touch()
+    assert model_files(tmp_path).keys() == read
 
 
 def test_the_files_of_a_folder(model: Path) -> None:
@@ -212,6 +221,36 @@ def test_the_data_of_evaluations(tmp_path: Path) -> None:
     config = begun(config_of(tmp_path, f"data.eval.path={file}"))
     file.write_text("b\n")
     assert refused(config).startswith("data.eval: rows.jsonl changed")
+
+
+def test_notes_of_a_downloader_are_no_data(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "rows.jsonl").write_text('{"prompt": "Say 1"}\n')
+    config = begun(config_of(tmp_path, "data.train.generator=null", f"data.train.path={data}"))
+    (data / ".cache" / "huggingface").mkdir(parents=True)
+    (data / ".cache" / "huggingface" / "rows.jsonl.metadata").write_text("x")
+    inputs(config).check()
+    (data / "more.jsonl").write_text("{}\n")
+    assert refused(config).startswith("data.train: more.jsonl is new")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[]", "it: Input should be"),
+        ("{", "it: Invalid JSON"),
+        ('{"recorded": "now", "accepted": []}', "sha256: Field required"),
+        ('{"recorded": "now", "accepted": "", "sha256": {}}', "accepted: Input should be"),
+        ('{"recorded": "now", "accepted": [], "sha256": {"model.path": [1]}}', "sha256.model.path: Input should be"),
+        ('{"recorded": "now", "accepted": [], "sha256": {"code": {"a.py": null}}}', "sha256.code.a.py: Input should"),
+    ],
+)
+def test_damaged_fingerprints_are_refused(tmp_path: Path, content: str, reason: str) -> None:
+    config = begun(config_of(tmp_path))
+    (tmp_path / "run" / "inputs.json").write_text(content)
+    message = refused(config)
+    assert f"inputs.json cannot be read ({reason}" in message and "put it back" in message
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------

@@ -117,11 +117,12 @@ def test_the_unbroken_run_is_worth_comparing_with(unbroken: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("call", [1, 2, 4])
-def test_stopped_in_a_step(unbroken: Path, tmp_path: Path, call: int) -> None:
+def test_stopped_in_a_step(unbroken: Path, tmp_path: Path, call: int, capsys: pytest.CaptureFixture[str]) -> None:
     """The step before the stop is in the last checkpoint; what was recorded of the broken step is not doubled."""
     folder = tmp_path / "run"
     stop_in(small_config(folder), Learner, "step", call)
     assert resume(folder) == ["step"] * (5 - call)
+    assert ("holds no checkpoint: the training begins anew" in capsys.readouterr().out) is (call == 1)
     assert_same_run(folder, unbroken)
 
 

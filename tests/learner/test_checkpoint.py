@@ -76,11 +76,20 @@ def test_what_is_no_complete_checkpoint_is_not_found(tmp_path: Path) -> None:
     path = save(tmp_path, content(1), keep=5)
     (tmp_path / ".step-00000005.partial").mkdir()
     (tmp_path / ".step-00000005.partial" / "state.json").write_text("{}")
-    (tmp_path / "step-00000006").mkdir()  # without its files
     (tmp_path / "step-7").mkdir()
     (tmp_path / "step-7" / "state.json").write_text("{}")
     (tmp_path / "step-00000008").write_text("a file")
     assert latest(tmp_path) == path
+
+
+def test_a_newer_one_that_has_lost_its_state_is_not_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, content(step), keep=5)
+    (tmp_path / "step-00000001" / "state.json").unlink()  # half removed by a run that was killed
+    assert latest(tmp_path) == tmp_path / "step-00000002"
+    (tmp_path / "step-00000002" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000002/state\.json is missing; put back .* from the beginning"):
+        latest(tmp_path)
 
 
 # --- killed while writing --------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from npu_vlrl.config import Config, ConfigError, ModelConfig
 from npu_vlrl.estimate.outline import outline_of
 from npu_vlrl.export.foreign import convert
 from npu_vlrl.model.inspect import inspect_folder
-from npu_vlrl.model.load import model_folder
+from npu_vlrl.model.load import load_tokenizer, load_weights, model_folder
 from tests.support.models import load, tiny_folder
 
 Spoil = Callable[[Path], Any]
@@ -208,7 +208,7 @@ WEIGHTS: dict[str, tuple[Spoil, str]] = {
     ),
     "elsewhere": (
         both(write("other.safetensors"), change("config.json", transformers_weights="other.safetensors")),
-        "names its weights by `transformers_weights`, .* remove the key",
+        "config.json names other files by `transformers_weights`, .* remove the key",
     ),
     "empty": (write("model.safetensors", b""), "model.safetensors is empty; download it again"),
     "cut": (cut, "model.safetensors is cut short or no safetensors file"),
@@ -242,12 +242,11 @@ WEIGHTS: dict[str, tuple[Spoil, str]] = {
         write("adapter_model.safetensors"),
         r"holds an adapter \(adapter_model.safetensors\)",
     ),
-    "own head, said to be tied": (
-        own_head,
-        "says `tie_word_embeddings: true`, but lm_head.weight is another matrix .*false",
-    ),
     "tied head, said to be its own": (
-        change("config.json", tie_word_embeddings=False),
+        both(
+            change("config.json", tie_word_embeddings=False),
+            change("config.json", "text_config", tie_word_embeddings=False),
+        ),
         "says `tie_word_embeddings: false`, and the weights have no lm_head.weight; write true",
     ),
 }
@@ -270,6 +269,23 @@ CONFIG: dict[str, tuple[Spoil, str]] = {
             layer_types=["sliding_attention"] * 2,
         ),
         "sets `use_sliding_window`, which is not supported; write false",
+    ),
+    "another config": (
+        both(write("config.4.0.0.json"), change("config.json", configuration_files=["config.4.0.0.json"])),
+        "config.json names other files by `configuration_files`",
+    ),
+    "another tokenizer": (
+        change("tokenizer_config.json", fast_tokenizer_files=["tokenizer.4.0.0.json"]),
+        "tokenizer_config.json names other files by `fast_tokenizer_files`",
+    ),
+    "empty template": (write("chat_template.jinja", ""), "has no chat template"),
+    "frequencies by length": (
+        change(
+            "config.json",
+            "text_config",
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        ),
+        "scales rotary positions by `dynamic`, .* use yarn or linear",
     ),
     "tower": (change("config.json", "vision_config", out_hidden_size=32), "model.path: .*(out_hidden_size|do not fit)"),
 }
@@ -430,6 +446,15 @@ def test_a_flat_config_of_older_releases(folder: Path) -> None:
     assert inspect_folder(folder) == folder
 
 
+def test_a_head_of_its_own_is_read_whatever_config_json_says(folder: Path) -> None:
+    """As transformers 5 does; an export then says what is true (test_model_saving.py)."""
+    own_head(folder)
+    head = load_file(inspect_folder(folder) / "model.safetensors")["lm_head.weight"]
+    read = load_weights(folder, torch.float32)
+    assert torch.equal(read.lm_head.weight, head)
+    assert not torch.equal(head, read.get_input_embeddings().weight)
+
+
 def test_a_head_that_is_written_out_and_the_embedding(folder: Path) -> None:
     weights(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))(folder)
     assert inspect_folder(folder) == folder
@@ -505,7 +530,7 @@ EACH = [
     "processor: patch",
     "tokens: image",
     "weights: adapter beside",
-    "weights: own head, said to be tied",
+    "weights: tied head, said to be its own",
     "weights: missing",
 ]
 
@@ -580,6 +605,17 @@ def test_a_broken_template_is_told_where_it_is_read(folder: Path) -> None:
     write("chat_template.jinja", "{% for message in messages %}")(folder)
     with pytest.raises(ConfigError, match="the chat template of .* cannot be read"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [([{"name": "tool_use", "template": "x"}], "has no chat template"), (3, "is 3, and must be a text")],
+)
+def test_what_is_no_template_is_refused_where_it_is_read(folder: Path, template: Any, message: str) -> None:
+    (folder / "chat_template.jinja").unlink()
+    change("tokenizer_config.json", chat_template=template)(folder)
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(folder)
 
 
 def test_a_kernel_that_config_json_names_is_not_fetched(folder: Path) -> None:

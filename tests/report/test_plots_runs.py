@@ -20,6 +20,8 @@ def test_values_by_step_with_gaps(tmp_path: Path) -> None:
         {"step": 1, "reward": None},
         {"step": 2, "reward": 1},
         {"reward": 9.0},
+        {"step": 10**30, "reward": 1},  # valid JSON that no array holds
+        {"step": 3, "reward": 10**400},
     ]
     run = read_run(run_folder(tmp_path / "a", lines))
     assert run.points("reward") == {0: 0.5, 2: 1.0}

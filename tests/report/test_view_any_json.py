@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_vlrl.report.record_schema import read_record
+from npu_vlrl.report.verdicts import verdict_record
 from npu_vlrl.report.view.page import head
 from npu_vlrl.report.view.records import RunRecords
+from npu_vlrl.types import Verdict
 from tests.support.viewed import record_group, run_folder
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
@@ -73,6 +75,19 @@ def test_a_record_with_any_value_anywhere(line: str, records: RunRecords, data: 
     else:
         inner[key] = data.draw(VALUES)
     everything(records, json.dumps(record))
+
+
+def test_whatever_is_written_is_read(line: str) -> None:
+    """Keys that the schema does not name are dropped, so it must name each that is written."""
+    verdict = Verdict(0.5, True, terms={"accuracy": 0.5, "strict": 0.0}, checks={"strict": False, "other": "it failed"})
+    written = json.loads(line)
+    written["turns"][0] |= {
+        "verdict": verdict_record(verdict),
+        "state": "a",
+        "parsed": {"answer": "up", "thoughts": {"think": None}, "right": True},
+        "judge_error": "it failed",
+    }
+    assert read_record(json.dumps(written).encode()) == written
 
 
 @given(value=VALUES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class RecordedRun:
     def points(self, metric: str) -> Points:
         """What was recorded of a metric; of a step that stands there twice the later value."""
         values = ((line.get("step"), line.get(metric)) for line in self.lines)
-        return {step: float(value) for step, value in values if isinstance(step, int) and _is_finite(value)}
+        return {step: float(value) for step, value in values if _is_step(step) and _is_finite(value)}
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,12 @@ def _flattened(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
+def _is_step(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and abs(value) < 2**53
+
+
 def _is_finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # integers of JSON know no limit
 
 
 def _shown(value: Any) -> str:
