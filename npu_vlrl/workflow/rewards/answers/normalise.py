@@ -78,6 +78,8 @@ class _Characters(dict[int, str]):
             return character
         if unicodedata.category(character) == "Zs":
             return " "
+        if (digit := unicodedata.decimal(character, None)) is not None:  # of any script
+            return str(digit)
         plain = unicodedata.normalize("NFKC", character)
         if "\N{FRACTION SLASH}" in plain:
             above, _, below = plain.partition("\N{FRACTION SLASH}")
@@ -124,6 +126,12 @@ _STEPS = [
         (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty"),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
         (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (
+            r"(?<![A-Za-z\\])(arc)?(sin|cos|tan|cot|ln|log|lg|exp)"
+            r"(?=\s*[(^_]|\s*\\(?!text)|\s*\d|\s+[A-Za-z](?![A-Za-z]))",
+            r"\\\1\2",
+        ),
+        (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         (r"\\(?:varnothing|\{\s*\\\})(?![A-Za-z])", r"\\emptyset "),
         (r"\\langle(?![A-Za-z])", "⟨"),
         (r"\\rangle(?![A-Za-z])", "⟩"),
