@@ -78,8 +78,6 @@ class _Characters(dict[int, str]):
             return character
         if unicodedata.category(character) == "Zs":
             return " "
-        if (digit := unicodedata.decimal(character, None)) is not None:  # of any script
-            return str(digit)
         plain = unicodedata.normalize("NFKC", character)
         if "\N{FRACTION SLASH}" in plain:
             above, _, below = plain.partition("\N{FRACTION SLASH}")
@@ -111,6 +109,7 @@ _STEPS = [
         (r"(\\frac\s*\{[^{}]*\})\s*([0-9a-z])", r"\1{\2}"),
         (r"∛\s*(\d+|[A-Za-z]|\{)", lambda root: f"\\sqrt[3]{{{root[1]}" + "}" * (root[1] != "{")),
         (r"\\Omega(?![A-Za-z])", "Ω"),
+        (r"(?<![A-Za-z\\])sqrt(?=\s*(?:[\d({\[]|[A-Za-z](?![A-Za-z])))", "√"),
         (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
         (r"√", r"\\sqrt "),
@@ -125,7 +124,6 @@ _STEPS = [
         (r"\\neq(?![A-Za-z])", r"\\ne"),
         (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty"),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-        (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (
             r"(?<![A-Za-z\\])(arc)?(sin|cos|tan|cot|ln|log|lg|exp)"
             r"(?=\s*[(^_]|\s*\\(?!text)|\s*\d|\s+[A-Za-z](?![A-Za-z]))",

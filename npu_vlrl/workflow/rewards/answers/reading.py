@@ -77,7 +77,7 @@ def _read(text: str, depth: int, decimal_comma: bool = False) -> Reading:
         return Option(*choice)
     if _is_words(plain):
         return Text(letters(plain))
-    items = [text] if decimal_comma else elements(text)
+    items = [text] if decimal_comma or _is_sum_of_units(text) else elements(text)
     if len(items) > 1:
         listed = Group("", _spread(_read(item, depth + 1, ";" in text) for item in items), text)
         number = _quantity(without_indian_commas(text)) if comma_is_unclear(text) else None
@@ -120,7 +120,10 @@ def _approximate(text: str, depth: int) -> Reading | None:
 
 
 def _labelled(text: str, depth: int) -> Reading | None:
-    """`label = value`, also as a chain `x = 2 + 3 = 5`; None for an equation, which is a formula."""
+    """`label = value`, also as a chain `x = 2 + 3 = 5`, or a point `P(1,2)`; None for an equation: a formula."""
+    point = re.fullmatch(r"([A-Z]'?)\s*(\([^()]*,[^()]*\))", text)
+    if point is not None:
+        return Labelled(letters(point[1]), _read(point[2], depth + 1), text)
     parts = [part.strip() for part in split(text, ("=", "\\in ", "\\in{"))]
     if len(parts) < 2 or not all(parts):
         return None
@@ -234,7 +237,7 @@ def _range(text: str, difference: Number) -> Reading:
 
 def _compound(value: Fraction, rest: str) -> Reading | None:
     """`2 h 30 min` or `30°15'`: a smaller quantity of the same kind added."""
-    cut = re.search(r"(?:(?<=[°'\u4e00-\u9fff])\s*|[\s,]+(?:and\s+)?)(?=\d)", rest) if len(rest) < 60 else None
+    cut = re.search(r"(?:(?<=[a-z°'\u4e00-\u9fff])\s*|[\s,]+(?:and\s+)?)(?=\d)", rest) if len(rest) < 60 else None
     first = parse_unit(rest[: cut.start()]) if cut else None
     second = _quantity(rest[cut.end() :]) if cut and first else None
     if first is None or not isinstance(second, Number) or second.unit is None:
@@ -242,6 +245,11 @@ def _compound(value: Fraction, rest: str) -> Reading | None:
     factor = next(iter(first.factors(second.unit)), Fraction(0))
     smaller = second.value / factor if factor > 1 else None
     return None if smaller is None else Number(value + (smaller if value >= 0 else -smaller), first)
+
+
+def _is_sum_of_units(text: str) -> bool:
+    """`2 hours and 30 minutes` is one duration, and no list."""
+    return " and " in text and text[0].isdigit() and isinstance(_quantity(text), Number)
 
 
 def _rest(text: str, plain: str) -> Reading:
