@@ -15,9 +15,13 @@ IMAGE_TAG = "<image>"
 USED = ("data_source", "prompt", "images", "reward_model", "extra_info")
 """Columns of verl's schema that a task is made of."""
 
+_NO_VIDEO = "videos are not supported; remove them or give their frames as images"
+_NO_SOUND = "sounds are not supported; remove them"
 REFUSED = {
-    "videos": "videos are not supported; remove them or give their frames as images",
-    "audios": "sounds are not supported; remove them",
+    "videos": _NO_VIDEO,
+    "video": _NO_VIDEO,
+    "audios": _NO_SOUND,
+    "audio": _NO_SOUND,
     "tools": "a row brings no tools; name those of all rows in workflow.tools, and remove the column",
     "image": "nothing uses it, so the model would be blind; name the column `images`, or set columns.images=image",
 }

@@ -32,7 +32,7 @@ _REMEDIES = {
 }
 _LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _OF_AGENTS = ("tools_kwargs", "need_tools_kwargs", "interaction_kwargs")
-"""Entries of `extra_info` by which verl's agent loops set up a row's tools."""
+"""Entries of `extra_info` by which verl's agent loops set up a row's tools. Here rewards and tools may read them."""
 
 
 def written_schema(extra: Mapping[str, pa.DataType]) -> pa.Schema:
@@ -73,14 +73,19 @@ class TaskFile:
         return dataclasses.replace(task, id=f"{self.stem}/{task.extra.get('id', row)}")
 
     def unused(self, row: int) -> list[str]:
-        """Columns of a row, and fields of its `reward_model`, that hold something no task is made of."""
+        """Columns of a row, and fields of its `reward_model` and `extra_info`, that hold something without effect."""
         record, used = self.records[row], used_columns(self.columns)
-        model = record.get("reward_model") if "reward_model" in used else None
-        fields = [name for name, value in model.items() if says(value)] if isinstance(model, dict) else []
+        fields = {name: _said(record.get(name)) for name in ("reward_model", "extra_info") if name in used}
         return [
             *(name for name in given(record) if name not in used),
-            *(f"reward_model.{name}" for name in fields if name != "ground_truth"),
+            *(f"reward_model.{name}" for name in fields.get("reward_model", ()) if name != "ground_truth"),
+            *(f"extra_info.{name}" for name in fields.get("extra_info", ()) if name in _OF_AGENTS),
         ]
+
+
+def _said(value: Any) -> list[str]:
+    """Keys of a struct whose values tell anything."""
+    return [name for name, part in value.items() if says(part)] if isinstance(value, dict) else []
 
 
 def load_tasks(path: Path, root: Path | None = None, columns: ColumnsConfig | None = None) -> TaskFile:
@@ -161,12 +166,6 @@ def _gold(record: Mapping[str, Any], where: str) -> str | None:
 
 def _extra(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     values = _typed(_or(record.get("extra_info"), {}), dict, where, "extra_info")
-    for name in _OF_AGENTS:
-        if says(values.get(name)):
-            raise DataError(
-                f"{where}, extra_info.{name}: a row sets up no tools; name those of all rows in workflow.tools, give "
-                "what they need under another key of extra_info, and remove this one"
-            )
     extra = {
         str(key): as_json(value, f"{where}, extra_info.{key}")
         for key, value in values.items()

@@ -120,6 +120,31 @@ def test_columns_beside_those_that_are_named_are_counted(tmp_path: Path) -> None
     assert source.unused(2) == {"prompt": 1, "reward_model": 1, "note": 1}
 
 
+def test_rows_for_verls_agent_loops_are_used_and_what_only_those_obey_is_counted(tmp_path: Path) -> None:
+    """Rows as verl's examples of tools and interactions for GSM8K make them."""
+    agent = {
+        "need_tools_kwargs": True,
+        "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}},
+        "interaction_kwargs": {"name": "gsm8k", "query": "How many?", "ground_truth": "72"},
+    }
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": "How many?"}],
+            "reward_model": {"style": "rule", "ground_truth": "72"},
+            "extra_info": {"split": "train", "index": index, "answer": "…#### 72", **extra},
+        }
+        for index, extra in enumerate([agent, agent | {"need_tools_kwargs": False, "tools_kwargs": None}])
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    source = TaskSource.from_records(tmp_path / "t.parquet", seed=0)
+    first, second = source.all()
+    assert first.answer == second.answer == "72"
+    assert {key: first.extra[key] for key in agent} == agent  # tools and rewards may read it
+    settings = {"need_tools_kwargs": 1, "tools_kwargs": 1, "interaction_kwargs": 2}
+    assert source.unused(2) == {"reward_model.style": 2, **{f"extra_info.{key}": n for key, n in settings.items()}}
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_parts_without_an_effect_are_refused_in_any_schema(kind: str, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "up"}]

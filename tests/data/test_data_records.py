@@ -189,15 +189,6 @@ BAD = {
         r"extra_info.a\[0\]: object .*no form in JSON; change its",
     ),
     "extra surrogate": (row(extra_info={"id": "\ud800"}), "extra_info.id: the text contains half of a surrogate pair"),
-    "tools of verl": (
-        row(extra_info={"need_tools_kwargs": True}),
-        "extra_info.need_tools_kwargs: a row sets up no tools",
-    ),
-    "settings of tools": (
-        row(extra_info={"tools_kwargs": {"zoom": {"create_kwargs": {"k": 0}}}}),
-        "extra_info.tools_kwargs: a row sets up no tools; name those of all rows in workflow.tools",
-    ),
-    "interaction": (row(extra_info={"interaction_kwargs": {"name": "x"}}), "extra_info.interaction_kwargs: "),
     "answer in prompt": (
         row(prompt=[{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "13"}]),
         r"prompt\[1\]: the prompt ends with a message of the assistant, .* reward_model.ground_truth",
@@ -231,6 +222,8 @@ BAD = {
         row(prompt=[{"role": "user", "content": "?"}], images="DELETED", image={"bytes": png(1)}),
         "image: nothing uses it, so the model would be blind; name the column `images`, or set columns.images=image",
     ),
+    "a video": (row(video="a.mp4"), "video: videos are not supported"),
+    "a sound": (row(audio="a.wav"), "audio: sounds are not supported"),
     "videos": (row(videos=[{"path": "a.mp4"}]), "videos: videos are not supported"),
 }
 

@@ -12,6 +12,7 @@ from math_verify import LatexExtractionConfig, parse
 
 from npu_vlrl.types import DataError, JudgeError, Verdict
 from npu_vlrl.workflow.rewards import geometry3k, lowest_reward, make_judge, math_verify, python, tagged
+from npu_vlrl.workflow.rewards.forms import Asked
 from npu_vlrl.workflow.rewards.math_verify import last_box
 from npu_vlrl.workflow.thought import split_thought
 
@@ -237,7 +238,7 @@ def test_tagged_golds() -> None:
 
 
 def call(result: object) -> Verdict:
-    return python.score(lambda *_: result, "mine.py:reward", {}, "", [], [])
+    return python.score(lambda asked: result, "mine.py:reward", Asked({}, "", (), ()))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,10 @@ def right(name: str, answer: str, text: str, **extra: Any) -> bool:
         ("Blue", "It is blue", False),
         ("2015", "first 2015, no: \\boxed{1900}", False),
         ("nan", "\\boxed{3}", False),
+        ("18-29", "\\boxed{18-29}", True),  # an age group, not -11
+        ("18-29", "\\boxed{18–29}", True),
+        ("18-29", "\\boxed{-11}", False),
+        ("2008-09", "\\boxed{2000}", False),
     ],
 )
 def test_chartqa(answer: str, text: str, expected: bool) -> None:

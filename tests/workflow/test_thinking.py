@@ -122,11 +122,11 @@ def test_a_thought_without_an_end_calls_nothing_and_answers_nothing(name: str, e
 
 def test_a_judge_sees_no_thought_without_an_end() -> None:
     """A function of a user's may look for a box anywhere in the text."""
-    judge = Verdicts([Verdict(0.0, False), Verdict(0.0, False, "Look again.")])
-    lines = [cut("Sure. <think>\\boxed{60}"), cut("\\boxed{5}\n<think>No, \\boxed{60}")]
-    done, _ = episode(INSTRUCT, lines, judge, max_turns=2)
-    assert [text for text, _ in judge.seen] == ["Sure. ", "\\boxed{5}\n"]
-    assert [t.feedback for t in done.turns] == [FEEDBACK, "Look again."]
+    judge = Verdicts([Verdict(0.0, False), Verdict(0.0, False, "Look again."), Verdict(1.0, True)])
+    lines = [cut("Sure. <think>\\boxed{60}"), cut("\\boxed{5}\n<think>No, \\boxed{60}"), "\\boxed{6}"]
+    done, _ = episode(INSTRUCT, lines, judge)
+    assert [text for text, _ in judge.seen] == ["Sure. ", "\\boxed{5}\n", "\\boxed{6}"]
+    assert [t.feedback for t in done.turns] == [FEEDBACK, "Look again.", None]
 
 
 @BOTH

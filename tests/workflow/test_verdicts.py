@@ -102,6 +102,12 @@ def test_letters_are_the_same_to_both_rules() -> None:
         ("left", "left.", False),  # words are compared as they are
         ("left", "felt", False),
         ("\\sqrt{4}", "2", False),  # no mathematics here
+        ("\\sqrt{4}", "\\sqrt 4", False),
+        ("2\\sqrt{3}", "2 \\sqrt{3}", True),
+        ("[10, 20, 30, 40]", "[10,20,30,40]", True),  # a box in a picture
+        ("[10, 20, 30, 40]", "[20, 10, 30, 40]", False),
+        ("(1, 2)", "(1,2)", True),
+        ("x = 5", "5", True),
     ],
 )
 def test_tagged_reads_numbers_and_letters(gold: str, content: str, right: bool) -> None:

@@ -1,11 +1,11 @@
-"""A short answer in `<answer>…</answer>`: numbers and letters of options by their reading, words as strings."""
+"""A short answer in `<answer>…</answer>`: words as strings, all else by its plain reading."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from npu_vlrl.types import DataError, Verdict
-from npu_vlrl.workflow.rewards.answers import Ambiguous, Number, Option, read, same_plain
+from npu_vlrl.workflow.rewards.answers import Ambiguous, Text, read, same_plain
 from npu_vlrl.workflow.thought import split_thought
 
 OPEN, CLOSE = "<answer>", "</answer>"
@@ -15,8 +15,8 @@ def score(answer: str, text: str, *, format_weight: float = 0.1, choices: Sequen
     """(1 - format_weight) * accuracy + format_weight * format; solved by accuracy alone.
 
     Only what stands outside of thoughts counts. Accuracy: the last tag pair holds `answer`, without surrounding
-    whitespace and regardless of case; where `answer` is a number or an option's letter, anything that reads as the same
-    one (see `answers.same`). Format: it is exactly one tag pair, which holds one of `choices` where these are given.
+    whitespace and regardless of case; where `answer` is not words, anything that reads as the same (see
+    `answers.same_plain`). Format: it is exactly one tag pair, which holds one of `choices` where these are given.
     Raises ValueError when `format_weight` is not in 0..1. Takes time linear in `text`.
     """
     if isinstance(format_weight, bool) or not isinstance(format_weight, int | float) or not 0 <= format_weight <= 1:
@@ -45,7 +45,7 @@ def check_gold(answer: str, *, format_weight: float = 0.1, choices: Sequence[str
 def _right(answer: str, content: str) -> bool:
     if not content or _plain(content) == _plain(answer):
         return bool(content)
-    return isinstance(read(answer), Number | Option) and same_plain(answer, content)
+    return not isinstance(read(answer), Text) and same_plain(answer, content)
 
 
 def _plain(text: str) -> str:

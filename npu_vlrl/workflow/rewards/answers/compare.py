@@ -9,10 +9,13 @@ from fractions import Fraction
 from npu_vlrl.workflow.rewards.answers.normalise import without_fonts
 from npu_vlrl.workflow.rewards.answers.reading import letters, read
 from npu_vlrl.workflow.rewards.answers.types import Ambiguous, Formula, Group, Labelled, Number, Option, Reading, Text
-from npu_vlrl.workflow.rewards.answers.units import DEGREE, PERCENT, Unit
+from npu_vlrl.workflow.rewards.answers.units import DEGREE, PERCENT, RADIAN, Meaning, Unit
 
 Formulas = Callable[[Formula, Formula], bool]
 """Whether the second formula, an answer's, is the same mathematics as the first, a gold's, whatever their units."""
+
+
+_PRODUCT = re.compile(r"\\cdot|\\times|\*")
 
 
 def same(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
@@ -53,7 +56,7 @@ def _same_text(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
     if isinstance(other, Formula):
         if letters(without_fonts(other.latex)) == text.letters:
             return True
-        if other.unit is None and re.fullmatch(r"[a-z]{2,3}", text.letters) and "cdot" in other.latex:
+        if other.unit is None and re.fullmatch(r"[a-z]{2,3}", text.letters) and _PRODUCT.search(other.latex):
             product = Formula(" ".join(text.letters))
             return formulas(product, other) if text is gold else formulas(other, product)
     return False
@@ -65,10 +68,11 @@ def _same_labelled(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
             return same(gold.value, answer.value, formulas)
         both = isinstance(gold.value, Formula) or isinstance(answer.value, Formula)
         return both and formulas(Formula(gold.latex), Formula(answer.latex))
-    value = gold.value if isinstance(gold, Labelled) else gold
-    if isinstance(gold, Labelled) and isinstance(answer, Formula) and "=" in answer.latex:
-        return formulas(Formula(gold.latex), answer)
-    return same(value, answer.value if isinstance(answer, Labelled) else answer, formulas)
+    equations = [r.latex for r in (gold, answer) if isinstance(r, Labelled | Formula) and "=" in r.latex]
+    if len(equations) == 2:
+        return formulas(*map(Formula, equations))
+    gold, answer = (r.value if isinstance(r, Labelled) else r for r in (gold, answer))
+    return same(gold, answer, formulas)
 
 
 def _same_group(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
@@ -134,8 +138,9 @@ def _same_quantity(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
     scaled = [
         Formula(answer.latex if factor == 1 else f"{Number(factor).latex}\\cdot({answer.latex})") for factor in factors
     ]
-    if (gold.unit is None) != (answer.unit is None) and _is_degrees(gold.unit or answer.unit):
-        half_turn = "\\frac{180}{\\pi}" if gold.unit is not None else "\\frac{\\pi}{180}"
+    degrees = _has(gold.unit, DEGREE)
+    if degrees != _has(answer.unit, DEGREE) and all(u is None or _is_angle(u) for u in (gold.unit, answer.unit)):
+        half_turn = "\\frac{180}{\\pi}" if degrees else "\\frac{\\pi}{180}"
         scaled.append(Formula(f"{half_turn}\\cdot({answer.latex})"))
     return any(formulas(left, right) for right in scaled)
 
@@ -144,5 +149,9 @@ def _written(quantity: Number | Formula) -> str:
     return re.sub(r"\s+", "", without_fonts(quantity.latex))
 
 
-def _is_degrees(unit: Unit | None) -> bool:
-    return unit is not None and DEGREE in unit.meanings
+def _is_angle(unit: Unit) -> bool:
+    return _has(unit, DEGREE) or _has(unit, RADIAN)
+
+
+def _has(unit: Unit | None, meaning: Meaning) -> bool:
+    return unit is not None and meaning in unit.meanings

@@ -109,6 +109,7 @@ _STEPS = [
         (r"(\\frac\s*\{[^{}]*\})\s*([0-9a-z])", r"\1{\2}"),
         (r"∛\s*(\d+|[A-Za-z]|\{)", lambda root: f"\\sqrt[3]{{{root[1]}" + "}" * (root[1] != "{")),
         (r"\\Omega(?![A-Za-z])", "Ω"),
+        (r"(?<![A-Za-z\\])sqrt(?=\s*(?:[\d({\[]|[A-Za-z](?![A-Za-z])))", "√"),
         (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
         (r"√", r"\\sqrt "),
@@ -123,7 +124,12 @@ _STEPS = [
         (r"\\neq(?![A-Za-z])", r"\\ne"),
         (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty"),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-        (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (
+            r"(?<![A-Za-z\\])(arc)?(sin|cos|tan|cot|ln|log|lg|exp)"
+            r"(?=\s*[(^_]|\s*\\(?!text)|\s*\d|\s+[A-Za-z](?![A-Za-z]))",
+            r"\\\1\2",
+        ),
+        (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         (r"\\(?:varnothing|\{\s*\\\})(?![A-Za-z])", r"\\emptyset "),
         (r"\\langle(?![A-Za-z])", "⟨"),
         (r"\\rangle(?![A-Za-z])", "⟩"),

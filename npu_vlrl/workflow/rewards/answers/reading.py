@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 
 from npu_vlrl.workflow.rewards.answers.choices import is_list_of_letters, option
@@ -25,7 +26,7 @@ _MAX_NESTING = 20
 _COMMA_REMEDY = "write a decimal point (1.5), a space after the comma of a list (1, 5), or no separator of thousands"
 _SIGN_REMEDY = "write the sign between them (\\cdot, + or -), or a list with a comma and a space"
 _RANGE_REMEDY = "write spaces around the minus of a difference, or a range with `to`"
-_NAMED_FIGURES = r"angle|triangle|overline|overrightarrow|overleftrightarrow|vec|bar|hat|odot"
+_NAMED_FIGURES = r"angle|triangle|overline|overrightarrow|overleftrightarrow|vec|bar|hat|widehat|odot"
 _RELATED = r"parallel|perp|cong|sim|to|rightarrow"
 _NAMES = re.compile(
     rf"(?:[A-Za-z\s{{}}',]|\\(?:{_NAMED_FIGURES}|{_RELATED})(?![A-Za-z]))+|(?:[A-Z][a-z]?(?:_\s*(?:\{{\w+\}}|\w))?)+"
@@ -51,11 +52,13 @@ def read(text: str) -> Reading:
 
 
 def quantity(text: str) -> Number | None:
-    """The number, with its unit, that all of `text` is: also as `x = 5` or with a decimal comma. None for others."""
+    """The number, with its unit, that all of `text` is: also as `x = 5` or with a decimal comma. None for others, and
+    for a range such as the `18-29` of an age group.
+    """
     reading = read(text)
     if isinstance(reading, Labelled):
         reading = reading.value
-    if isinstance(reading, Ambiguous):
+    if isinstance(reading, Ambiguous) and not any(isinstance(option, Text) for option in reading.options):
         reading = next((option for option in reading.options if isinstance(option, Number)), reading)
     return reading if isinstance(reading, Number) else None
 
@@ -74,9 +77,9 @@ def _read(text: str, depth: int, decimal_comma: bool = False) -> Reading:
         return Option(*choice)
     if _is_words(plain):
         return Text(letters(plain))
-    items = [text] if decimal_comma else elements(text)
+    items = [text] if decimal_comma or _is_sum_of_units(text) else elements(text)
     if len(items) > 1:
-        listed = Group("", tuple(_read(item, depth + 1, ";" in text) for item in items), text)
+        listed = Group("", _spread(_read(item, depth + 1, ";" in text) for item in items), text)
         number = _quantity(without_indian_commas(text)) if comma_is_unclear(text) else None
         return _unclear_comma(items, listed, number) if isinstance(number, Number) else listed
     return (
@@ -117,7 +120,10 @@ def _approximate(text: str, depth: int) -> Reading | None:
 
 
 def _labelled(text: str, depth: int) -> Reading | None:
-    """`label = value`, also as a chain `x = 2 + 3 = 5`; None for an equation, which is a formula."""
+    """`label = value`, also as a chain `x = 2 + 3 = 5`, or a point `P(1,2)`; None for an equation: a formula."""
+    point = re.fullmatch(r"([A-Z]'?)\s*(\([^()]*,[^()]*\))", text)
+    if point is not None:
+        return Labelled(letters(point[1]), _read(point[2], depth + 1), text)
     parts = [part.strip() for part in split(text, ("=", "\\in ", "\\in{"))]
     if len(parts) < 2 or not all(parts):
         return None
@@ -145,7 +151,7 @@ def _is_label(text: str) -> bool:
 
 
 def _plus_minus(text: str, depth: int) -> Reading | None:
-    if not re.search(r"\\pm(?![A-Za-z])", text):
+    if not re.search(r"\\pm(?![A-Za-z])", text) or text.startswith("\\{"):  # in a set each element has two
         return None
     sides = []
     for sign, other in ("+-", "-+"):
@@ -169,7 +175,14 @@ def _group(text: str, depth: int) -> Reading | None:
         return _read(inner.strip(), depth + 1)
     if not all(parts) or (len(parts) == 1 and (brackets not in ("{}", "[]") or "\\mid" in inner)):
         return None
-    return Group(brackets, tuple(_read(part, depth + 1, semicolons) for part in parts), text)
+    values = (_read(part, depth + 1, semicolons) for part in parts)
+    return Group(brackets, _spread(values) if brackets == "{}" else tuple(values), text)
+
+
+def _spread(values: Iterable[Reading]) -> tuple[Reading, ...]:
+    """The elements of a list or set, in which `1 \\pm 2` are two."""
+    lists = (value.items if isinstance(value, Group) and not value.brackets else (value,) for value in values)
+    return tuple(item for items in lists for item in items)
 
 
 def _balanced(text: str) -> bool:
@@ -219,12 +232,12 @@ def _range(text: str, difference: Number) -> Reading:
     if ends is None:
         return difference
     meanings = (f"the range {ends[1]} to {ends[2]}", f"the number {difference.value}")
-    return Ambiguous(meanings, (difference,), _RANGE_REMEDY)
+    return Ambiguous(meanings, (Text(letters(text.replace("-", " to ", 1))), difference), _RANGE_REMEDY)
 
 
 def _compound(value: Fraction, rest: str) -> Reading | None:
     """`2 h 30 min` or `30°15'`: a smaller quantity of the same kind added."""
-    cut = re.search(r"(?:(?<=[°'\u4e00-\u9fff])\s*|[\s,]+(?:and\s+)?)(?=\d)", rest) if len(rest) < 60 else None
+    cut = re.search(r"(?:(?<=[a-z°'\u4e00-\u9fff])\s*|[\s,]+(?:and\s+)?)(?=\d)", rest) if len(rest) < 60 else None
     first = parse_unit(rest[: cut.start()]) if cut else None
     second = _quantity(rest[cut.end() :]) if cut and first else None
     if first is None or not isinstance(second, Number) or second.unit is None:
@@ -232,6 +245,11 @@ def _compound(value: Fraction, rest: str) -> Reading | None:
     factor = next(iter(first.factors(second.unit)), Fraction(0))
     smaller = second.value / factor if factor > 1 else None
     return None if smaller is None else Number(value + (smaller if value >= 0 else -smaller), first)
+
+
+def _is_sum_of_units(text: str) -> bool:
+    """`2 hours and 30 minutes` is one duration, and no list."""
+    return " and " in text and text[0].isdigit() and isinstance(_quantity(text), Number)
 
 
 def _rest(text: str, plain: str) -> Reading:

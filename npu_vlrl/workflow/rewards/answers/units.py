@@ -41,6 +41,7 @@ Names = dict[str, tuple[Meaning, ...]]
 
 PERCENT = Unit((Meaning(frozenset({("%", 1)}), Fraction(1)),))
 DEGREE = Meaning(frozenset({("°", 1)}), Fraction(1))
+RADIAN = Meaning(frozenset({("rad", 1)}), Fraction(1))
 
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
 _POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
@@ -66,6 +67,7 @@ _TOKEN = re.compile(
 def parse_unit(text: str, *, known: bool = False) -> Unit | None:
     """The unit that all of `text` is, or None. With `known`, words that no table has are none. See `normalise`."""
     temperature, percent, fraction = _PHRASES
+    text = re.sub(r"(?<=[a-z])([23])(?![\w.])", r"^\1", text)  # cm2
     tokens = _tokens(temperature.sub(r"°\1", percent.sub("%", fraction.sub(r"\1/\2", text))), roman=False)
     if not tokens or tokens[0][0] != "word" or tokens[-1][0] == "operator":
         return None
