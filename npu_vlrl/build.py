@@ -69,8 +69,8 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
     `remote.RemoteEngine` raises when another rank cannot begin.
     """
     platform = prepare(config)
-    if not config.model.path.startswith("tiny:"):
-        inspect_folder(config.model.path)  # before data are read and other processes started
+    if started_processes() == 1 and not config.model.path.startswith("tiny:"):
+        inspect_folder(config.model.path)  # before data are read; of several processes the others are met first
     algorithm = resolve(config.algorithm)
     if algorithm.advantage == "gigpo" and not config.environment.is_game:
         raise ConfigError(

@@ -353,11 +353,11 @@ def test_options_are_of_the_rule_that_they_stand_beside(base: Path, tmp_path: Pa
     assert same["terms"]["angle"] == {"rule": "rotation_strict", "weight": 1, "options": {"distance": "linear"}}
 
 
-def test_options_of_a_rule_that_no_file_names_are_of_the_default(base: Path, tmp_path: Path) -> None:
+def test_options_beside_which_no_rule_stands_are_for_the_rule_that_is_named_later(base: Path, tmp_path: Path) -> None:
     file = tmp_path / "rule.yaml"
     file.write_text("reward:\n  options: {places: 3}\n")
     assert load_config([base, file], ["reward.rule=math_verify"]).reward.options == {"places": 3}
-    assert load_config([base, file], ["reward.rule=tagged"]).reward.options == {}
+    assert load_config([base, file], ["reward.rule=tagged"]).reward.options == {"places": 3}
 
 
 def test_dropping_options_leaves_interpolations_and_escapes(base: Path, tmp_path: Path) -> None:

@@ -61,21 +61,21 @@ def _read(path: str | Path) -> DictConfig:
 def _merged(below: Any, above: Any) -> Any:
     """OmegaConf's merge of two mappings, without options of another game or rule."""
     kept = OmegaConf.to_container(below)
-    _drop_options(kept, OmegaConf.to_container(above), "")
+    _drop_options(kept, OmegaConf.to_container(above))
     return OmegaConf.merge(OmegaConf.create(kept), above)
 
 
-def _drop_options(below: Any, above: Any, prefix: str) -> None:
+def _drop_options(below: Any, above: Any) -> None:
     """Removes the `options` in `below`, at any depth, of a game or rule for which `above` names another one: they
-    belong to what they were written for.
+    belong to what they were written for. Options below which no name stands are for whatever `above` names.
     """
     if not isinstance(below, dict) or not isinstance(above, dict):
         return
     for name in OPTIONS_OF:
-        if name in above and above[name] != below.get(name, DEFAULTS.get(f"{prefix}{name}")):
+        if name in above and name in below and above[name] != below[name]:
             below.pop("options", None)
     for key, value in above.items():
-        _drop_options(below.get(key), value, f"{prefix}{key}.")
+        _drop_options(below.get(key), value)
 
 
 def _override(text: str) -> DictConfig:
@@ -113,9 +113,6 @@ def sections(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tupl
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-DEFAULTS = {key: info.default for key, info in sections() if not info.is_required()}
 
 
 def _explain(error: ValidationError) -> Iterator[str]:

@@ -19,7 +19,7 @@ from tests.support.program import program, records
 ROOT = Path(__file__).parents[2]
 SMALL = ("train.steps=3", "rollout.groups=4", "evaluation.tasks=2", "run.record_every=1", "run.show_every=0")
 WARM = ("warm_start.steps=60", "warm_start.batch=16")
-ELSEWHERE = ("seconds", "peak_memory", "engine/", "images_", "per_second", "mfu")
+ELSEWHERE = ("seconds", "peak_memory", "engine/", "images_", "per_second", "mfu", "probe_")
 """Parts of the names of what a clock or an engine says."""
 
 

@@ -173,8 +173,10 @@ def test_a_full_disk_and_ctrl_c_are_a_message(monkeypatch: pytest.MonkeyPatch, b
         assert done.code == 1 and line.startswith("npu-vlrl: the run failed: ")
         assert "No space left on device" in line and "free some space, and go on with run.if_exists=resume" in line
     assert "'/r/images/1.png'" in line
-    with pytest.raises(PermissionError):  # a fault of ours, whose traceback is wanted
-        fail(PermissionError(errno.EACCES, "Permission denied", "x"))
+    denied = fail(PermissionError(errno.EACCES, "Permission denied", "/r/x"))
+    assert denied.code == 2 and "/r/x" in denied.err and "Traceback" not in denied.err
+    with pytest.raises(KeyError):  # a fault of ours, whose traceback is wanted
+        fail(KeyError("x"))
     assert fail(KeyboardInterrupt()) == Outcome(130, "", "npu-vlrl: ended by Ctrl-C\n")
 
 
@@ -205,8 +207,8 @@ def test_a_changed_data_file_cannot_be_resumed_on(base: Path, tmp_path: Path) ->
     assert program(*arguments).code == 0
     parquet(file, [row(i) for i in range(4)])
     done = program(*arguments, "train.steps=2")
-    assert (done.code, done.err.startswith("npu-vlrl: checkpoint ")) == (2, True)
-    assert "belongs to other data" in done.err and "Traceback" not in done.err
+    assert (done.code, done.err.startswith("npu-vlrl: data.train: rows.parquet changed since the run ")) == (2, True)
+    assert "begin another run with another run.dir" in done.err and "Traceback" not in done.err
 
 
 def test_control_characters_of_data_do_not_reach_the_terminal(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     for changed in ([row(0), row(7), row(2)], [row(0), row(1, reward_model=gold), row(2)], [row(0), row(1)]):
         parquet(data, changed)
         before = (tmp_path / "run" / "trajectories.jsonl").read_bytes()
-        with pytest.raises(ConfigError, match=r"trajectories\.jsonl holds .*choose another run\.dir"):
+        with pytest.raises(ConfigError, match=r"data\.parquet changed since the run .*another run\.dir"):
             resume(tmp_path / "run", **settings)
         assert (tmp_path / "run" / "trajectories.jsonl").read_bytes() == before
 

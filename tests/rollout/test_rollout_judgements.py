@@ -10,8 +10,8 @@ from npu_vlrl.rollout.judgements import Judgements, RolloutError
 def counted(*errors: str | None) -> Judgements:
     judgements = Judgements()
     for number, error in enumerate(errors):
-        judgements.count(f"t/{number}", True, error and f"t/{number}: task t/{number}: {error}")
-        judgements.count(f"t/{number}", False, None)  # a tool call
+        judgements.count(f"t/{number}", True, error and f"t/{number}: task t/{number}: {error}", {})
+        judgements.count(f"t/{number}", False, None, {})  # a tool call
     return judgements
 
 
