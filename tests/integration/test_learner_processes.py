@@ -19,7 +19,9 @@ from tests.support.runs import REPEATS, lines, metrics, same_weights, write_conf
 
 torch.set_num_threads(1)
 
-WORDS = ["algorithm.kl_coef=0.05", "warm_start.steps=2"]
+# AdamW moves a weight by the learning rate whatever its gradient's size: of two gradients that are rounding alone one may be
+# negative. Small steps keep what comes of that far below what decides a token, on every processor.
+WORDS = ["algorithm.kl_coef=0.05", "warm_start.steps=2", "optim.lr=1e-5"]
 CRITIC = ["algorithm.preset=turn_ppo", "algorithm.kl_coef=0", "algorithm.updates=2", "workflow.export_style=individual"]
 SETTINGS = {
     "grpo": [],
@@ -178,5 +180,5 @@ def test_a_learner_that_hangs_is_given_up(tmp_path: Path) -> None:
 
 def test_a_disagreement_of_learner_and_engine_ends_all(tmp_path: Path) -> None:
     codes = finish(fork(2, learners(tmp_path, "algorithm.max_logprob_gap=1e-9"), tmp_path))
-    assert codes == [1, 1], said(tmp_path, 2)
+    assert codes == [1, 0], said(tmp_path, 2)  # rank 1 was told to end
     assert "than algorithm.max_logprob_gap=1e-09" in log(tmp_path, 0).read_text()

@@ -139,6 +139,8 @@ def test_the_overview_has_a_panel_for_each_curve_there_is(tmp_path: Path) -> Non
 def test_every_curve_reads_a_metric_that_a_training_records() -> None:
     """Of a curve whose metric is misspelt `plot` would say that no run has it."""
     recorded = {"reward", "first_try_accuracy", "solved", "turns", "tool_calls", "action_tokens", "entropy", "kl"}
-    recorded |= {"logprob_gap", "probe_gap", "sampled_tokens_per_second"} | {f"action_tokens/turn{k}" for k in range(1, 9)}
+    recorded |= {"logprob_gap", "probe_gap", "sampled_tokens_per_second"} | {
+        f"action_tokens/turn{k}" for k in range(1, 9)
+    }
     recorded |= {f"eval/all/{name}" for name in ("reward", "accuracy", "after_retries", "turns")}
     assert {series.metric for curve in CURVES for series in curve.series} == recorded
