@@ -19,7 +19,7 @@ from tests.support.runs import REPEATS, lines, metrics, same_weights, write_conf
 
 torch.set_num_threads(1)
 
-# AdamW moves a weight by the learning rate whatever its gradient's size, also by one that is rounding alone. Small steps
+# AdamW moves a weight by the learning rate whatever its gradient is, also where that is rounding alone. Small steps
 # keep what comes of that far below what decides a token, on every processor.
 WORDS = ["algorithm.kl_coef=0.05", "warm_start.steps=2", "optim.lr=1e-5"]
 CRITIC = ["algorithm.preset=turn_ppo", "algorithm.kl_coef=0", "algorithm.updates=2", "workflow.export_style=individual"]
