@@ -76,7 +76,7 @@ def test_a_training_with_an_engine_process(tmp_path: Path) -> None:
     assert len(steps) == 3
     assert all(0 < line["gap_max"] < 1e-4 and line["sync/bytes"] > 0 for line in steps)
     assert versions(tmp_path / "run") == {0: {0}, 1: {1}, 2: {2}}
-    assert [file.name for file in (tmp_path / "run" / "weights").iterdir()] == ["3.safetensors"]
+    assert not (tmp_path / "run" / "weights").exists()  # the files are removed when the run ends
 
 
 def test_a_training_of_two_that_learn_and_sample(tmp_path: Path) -> None:
