@@ -19,10 +19,10 @@ REFUSED = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTEMPTY),
 )
-"""What the system says of a path that cannot be used as it is."""
+"""Error numbers of a path that cannot be used as it is."""
 
 _NUMBER = re.compile(r"\(os error (\d+)\)")
-"""How safetensors says what the system said."""
+"""Pattern of a system error inside a message of safetensors."""
 
 
 def is_full(error: OSError | SafetensorError) -> bool:

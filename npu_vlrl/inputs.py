@@ -71,7 +71,7 @@ class Inputs:
         self._began = ""
         self._found: dict[str, Digests] | None = None
         self.messages: list[str] = []
-        """What a person should know of a resumed run."""
+        """Messages for the person who resumes the run."""
 
     def check(self) -> None:
         """Compares the inputs of a resumed run with those that it began with.

@@ -86,7 +86,7 @@ class TaskSource:
         return self._tasks(position)
 
     def unused(self, rows: int) -> Counter[str]:
-        """How many of the first rows hold something, by the name of its column or field, that no task is made of."""
+        """Counts of the first rows that hold something no task is made of, by the name of its column or field."""
         return Counter()
 
     def ends_after(self, max_skip_share: float, usable: int | None = None) -> int | None:

@@ -214,7 +214,7 @@ def load(path: Path, ranks: Ranks | None = None) -> Checkpoint[Stored]:
 
 
 def has_checksums(path: Path) -> bool:
-    """Those of earlier releases have none."""
+    """Whether the checkpoint lists checksums; earlier releases wrote none."""
     return (path / SUMS).is_file()
 
 
@@ -238,7 +238,7 @@ def verify(path: Path, ranks: Ranks) -> None:
 
 
 def remedy(path: Path) -> str:
-    """What can be done about a checkpoint that cannot be used."""
+    """Remedy for a checkpoint that cannot be used."""
     older = [other for other in complete(path.parent) if other.name < path.name]
     where = f"from {older[-1].name}" if older else "from the beginning, since there is no older one"
     return f"put back what was written, or remove {path} to go on {where}"

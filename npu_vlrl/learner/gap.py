@@ -1,4 +1,4 @@
-"""How far the engine's log-probabilities may be from the learner's."""
+"""Limit and check of the gap between the log-probabilities of engine and learner."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Meter:
         return self._models[policy]
 
     def cost(self, policy: Policy, samples: Sequence[Sample], tree: Tree) -> float:
-        """What an update on samples takes: the same number on every rank, whatever features it has kept."""
+        """Operations of an update on samples: the same number on every rank, whatever features it has kept."""
         model = self.flops(policy)
         images = {image.image.hash: image for sample in samples for image in sample.images}
         scored = sum(sample.n_scored for sample in samples)
@@ -85,7 +85,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What goes through the models meanwhile does not count."""
+        """Context in which nothing that goes through the models counts."""
         kept = replace(self.counts)
         try:
             yield
