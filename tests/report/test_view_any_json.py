@@ -26,6 +26,9 @@ VALUES = st.recursive(
 )
 
 
+MISSING = "(missing)"
+
+
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = tmp_path_factory.mktemp("any") / "run"
@@ -63,18 +66,28 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(item, (*path, key))
 
 
-@given(data=st.data())
-def test_a_record_with_any_value_anywhere(line: str, records: RunRecords, data: st.DataObject) -> None:
+def changed(line: str, path: tuple[Any, ...], key: Any, value: Any) -> str:
     record = copy.deepcopy(json.loads(line))
-    *path, key = data.draw(st.sampled_from([place for place in places(record) if place]))
     inner = record
     for step in path:
         inner = inner[step]
-    if isinstance(inner, dict) and data.draw(st.booleans()):
+    if value is MISSING:
         del inner[key]
     else:
-        inner[key] = data.draw(VALUES)
-    everything(records, json.dumps(record))
+        inner[key] = value
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize("value", [MISSING, None, [], {}, "", 0, -1, [[]], [0]], ids=repr)
+def test_a_record_with_an_empty_value_anywhere(line: str, records: RunRecords, value: Any) -> None:
+    for *path, key in [place for place in places(json.loads(line)) if place]:
+        everything(records, changed(line, tuple(path), key, value))
+
+
+@given(data=st.data())
+def test_a_record_with_any_value_anywhere(line: str, records: RunRecords, data: st.DataObject) -> None:
+    *path, key = data.draw(st.sampled_from([place for place in places(json.loads(line)) if place]))
+    everything(records, changed(line, tuple(path), key, data.draw(st.just(MISSING) | VALUES)))
 
 
 def test_whatever_is_written_is_read(line: str) -> None:

@@ -36,9 +36,9 @@ def score(text):
     elif text.startswith("daemon"):
         daemon(text)
     elif text == "close":
-        os.closerange(3, 200)
+        os.closerange(3, 4096)
     elif text == "close and hang":
-        os.closerange(3, 200)
+        os.closerange(3, 4096)
         time.sleep(60)
     elif text == "memory":
         held = bytearray(os.urandom(2**20)) * 400
@@ -63,7 +63,7 @@ def forge(text):
     if text == "forge once" and flag.exists():
         return
     flag.touch()
-    (fd,) = [fd for fd in range(3, 30) if is_socket(fd)]
+    (fd,) = [fd for fd in range(3, 4096) if is_socket(fd)]
     copy = os.dup(fd)
     if not os.fork():
         other = Connection(copy)
@@ -83,7 +83,7 @@ def is_socket(fd):
 
 def daemon(text):
     """Forks twice into a session of its own, with a copy of the socket: nothing but its pid leads to it."""
-    copies = [os.dup(fd) for fd in range(3, 30) if is_socket(fd)]
+    copies = [os.dup(fd) for fd in range(3, 4096) if is_socket(fd)]
     if not os.fork():
         os.setsid()
         if not os.fork():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -135,7 +136,7 @@ def _tokens_of(grid: list[int]) -> int:
 def _spans(ids: list[int], begin: int | None) -> list[tuple[int, int]]:
     """Where messages begin and end."""
     starts = [place for place, token in enumerate(ids) if place == 0 or token == begin]
-    return list(zip(starts, [*starts[1:], len(ids)], strict=True))
+    return list(itertools.pairwise([*starts, len(ids)]))
 
 
 def _mean_advantage(record: dict[str, Any], k: int) -> float | None:
