@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Checks style and types, and runs all tests on the CPU:           bash launch/test.sh
 # Runs chosen tests only:                                           bash launch/test.sh tests/data -q
+# Measures coverage, which takes a third longer:                    bash launch/test.sh -n 2 --cov
 # The inner loop, below three minutes: style, types, configuration,
 # workflow, alignment of one model family:                          bash launch/test.sh --fast [pytest's arguments]
 # The NPU path: the real torch_npu on a stand-in for CANN (x86_64): bash launch/test.sh --npu [pytest's arguments]
@@ -119,5 +120,5 @@ else
     run ruff check .
     run ruff format --check .
     run mypy
-    run pytest -q -n 2 --cov --cov-fail-under=90
+    run pytest -q -n 2 --dist loadfile # what a file's tests share is made once
 fi

@@ -87,7 +87,14 @@ class Evaluation:
                 self._check(file, batch, ids, records)
                 if len(records) < len(ids):
                     break
-                self._count(self.missing.pop(0), records)
+                try:
+                    self._count(batch, records)
+                except (KeyError, TypeError, AttributeError) as error:
+                    raise ConfigError(
+                        f"run.dir: {file} holds a record without what an evaluation writes ({error!r}); choose another "
+                        "run.dir"
+                    ) from error
+                del self.missing[0]
                 kept += sum(map(len, found))
             if not self.missing and lines.readline():
                 raise ConfigError(f"run.dir: {file} holds more than these tasks; choose another run.dir")
@@ -104,7 +111,7 @@ class Evaluation:
 
     def _check(self, file: Path, batch: Batch, ids: list[str], records: list[dict[str, Any]]) -> None:
         for index, (name, record) in enumerate(zip(ids, records, strict=False)):
-            if (record["id"], record["answer"]) != (name, batch.tasks[index // batch.answers].answer):
+            if (record["id"], record.get("answer")) != (name, batch.tasks[index // batch.answers].answer):
                 raise ConfigError(
                     f"run.dir: {file} holds {record['id']} where this evaluation has {name}, or its answer is another; "
                     "the folder is another run's, or the data have changed: choose another run.dir"

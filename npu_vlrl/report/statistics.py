@@ -9,6 +9,9 @@ import numpy as np
 RESAMPLES = 2000
 """Of a bootstrap; an end of a 95 % interval is then known to about 0.3 % of the samples."""
 
+AT_ONCE = 2**20
+"""Numbers drawn at once: 8 MiB."""
+
 
 def pass_at_k(right: int, answers: int, k: int) -> float:
     """Probability that at least one of `k` answers is right, drawn without replacement from `answers` of which `right`
@@ -35,8 +38,10 @@ def bootstrap_intervals(values: np.ndarray, seed: int, level: float = 0.95) -> n
     """
     if not len(values):
         raise ValueError("a bootstrap needs at least one task")
-    draw = np.random.default_rng(seed)
-    means = np.stack([values[draw.integers(len(values), size=len(values))].mean(0) for _ in range(RESAMPLES)])
+    draw, n = np.random.default_rng(seed), len(values)
+    many = max(1, AT_ONCE // values.size)
+    sizes = [min(many, RESAMPLES - done) for done in range(0, RESAMPLES, many)]
+    means = np.concatenate([values[draw.integers(n, size=(size, n))].mean(1) for size in sizes])
     return np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0).T
 
 

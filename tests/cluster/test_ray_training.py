@@ -24,10 +24,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_alone(tmp_path_factory.mktemp("alone"), *WORDS)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[str]:
-    with two_nodes(tmp_path, {}) as address:
-        yield address
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with two_nodes(tmp_path_factory.mktemp("nodes"), {}) as address:
+        yield f"ray.address={address}"
 
 
 def drive(folder: Path, *words: str, command: str = "train", reward: str = REWARD) -> Driver:
@@ -39,7 +39,7 @@ def drive(folder: Path, *words: str, command: str = "train", reward: str = REWAR
 def test_learner_and_engine_on_two_machines_repeat_the_run_of_one_process(
     alone: Path, tmp_path: Path, cluster: str
 ) -> None:
-    driver = drive(tmp_path, f"ray.address={cluster}", "ray.cpus=2")
+    driver = drive(tmp_path, cluster, "ray.cpus=2")
     assert driver.wait(PATIENCE_S) == 0, driver.said()
     placed = re.findall(r"^npu-vlrl: \S+ \((127\.0\.0\.\d)\) has rank (\d)$", driver.err.read_text(), re.MULTILINE)
     assert sorted(host for host, _ in placed) == ["127.0.0.2", "127.0.0.3"]
@@ -52,9 +52,11 @@ def test_learner_and_engine_on_two_machines_repeat_the_run_of_one_process(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []  # no mark is left
 
 
-def test_a_killed_engine_is_started_again_and_the_run_ends_as_an_unbroken_one(alone: Path, tmp_path: Path) -> None:
+def test_a_killed_engine_is_started_again_and_the_run_ends_as_an_unbroken_one(
+    alone: Path, tmp_path: Path, cluster: str
+) -> None:
     killer = KILLER.format(run=str(tmp_path / "run")).replace("RANK=2", "RANK=1")
-    driver = drive(tmp_path, "ray.restarts=1", reward=killer)
+    driver = drive(tmp_path, cluster, "ray.restarts=1", reward=killer)
     assert driver.wait(PATIENCE_S) == 0, driver.said()
     assert (tmp_path / "run.killed").exists()
     said = driver.err.read_text()
@@ -69,7 +71,9 @@ def test_a_killed_engine_is_started_again_and_the_run_ends_as_an_unbroken_one(al
 
 
 def test_ctrl_c_reaches_the_learner_and_ends_all(tmp_path: Path) -> None:
-    """Also where `ray.restarts` would start them again. The processes are in no terminal's group."""
+    """Also where `ray.restarts` would start them again, and in a cluster that was started for this run. The processes
+    are in no terminal's group.
+    """
     driver = drive(tmp_path, "train.steps=1000", "ray.restarts=3")
     wait_for(tmp_path / "run" / "metrics.jsonl", [driver])
     assert len(list(ranks(tmp_path))) >= 2
@@ -84,16 +88,16 @@ def test_ctrl_c_reaches_the_learner_and_ends_all(tmp_path: Path) -> None:
     assert re.search(r"ended after \d+ steps, as Ctrl-C asked for", said)  # the learner's own word
 
 
-def test_bad_input_is_said_once_and_not_tried_again(tmp_path: Path) -> None:
-    driver = drive(tmp_path, "model.path=/no/model", "ray.restarts=3", "ray.processes=1")
+def test_bad_input_is_said_once_and_not_tried_again(tmp_path: Path, cluster: str) -> None:
+    driver = drive(tmp_path, cluster, "model.path=/no/model", "ray.restarts=3", "ray.processes=1")
     assert driver.wait(PATIENCE_S) == 2, driver.said()
     said = driver.err.read_text()
     assert said.count("npu-vlrl: model.path: /no/model is not a Hugging Face model folder") == 1
     assert "starting all again" not in said and said.count(" has rank 0\n") == 1
 
 
-def test_evaluation_plays_where_ray_puts_it(tmp_path: Path) -> None:
-    driver = drive(tmp_path, "ray.processes=1", command="eval")
+def test_evaluation_plays_where_ray_puts_it(tmp_path: Path, cluster: str) -> None:
+    driver = drive(tmp_path, cluster, "ray.processes=1", command="eval")
     assert driver.wait(PATIENCE_S) == 0, driver.said()
     assert [line["eval/all/tasks"] for line in recorded(tmp_path / "run")] == [2]
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -141,6 +142,20 @@ def test_a_stop_while_a_batch_is_recorded(kept: int, missing: int, unbroken: Pat
 def test_a_finished_one_is_only_counted_again(unbroken: Path) -> None:
     before = contents(unbroken)
     assert resume(unbroken) == 0 and contents(unbroken) == before
+
+
+@pytest.mark.parametrize("key", ["answer", "turns", "error"])
+def test_a_record_that_lacks_what_is_counted_is_refused(key: str, unbroken: Path) -> None:
+    folder = unbroken.parent / key  # where the configuration's files are
+    shutil.copytree(unbroken, folder)
+    file = folder / "trajectories.jsonl"
+    first, second, *rest = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    del second[key]
+    file.write_text("".join(json.dumps(record) + "\n" for record in (first, second, *rest)), encoding="utf-8")
+    before = file.read_bytes()
+    with pytest.raises(ConfigError, match=rf"run\.dir: {file} holds .*choose another run\.dir"):
+        resume(folder)
+    assert file.read_bytes() == before
 
 
 def test_other_answers_would_be_noticed(unbroken: Path, tmp_path: Path) -> None:
