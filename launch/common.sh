@@ -43,10 +43,23 @@ prepare() (
     python=$(find_python)
     echo "setting up $1 from $2 with $("$python" --version); this takes a few minutes" >&2
     "$python" -m venv --clear "$1"
+    if [[ $2 == requirements-npu.txt && $(uname -m) == x86_64 ]]; then torch_for_npu "$1"; fi
     pip_install "$1" -r "$2"
     pip_install "$1" --no-deps -e .
     stamp "$2" pyproject.toml >"$1/installed-base"
 ) 9<launch/common.sh
+
+# ENVIRONMENT: torch and torch-npu on x86_64, where torch-npu asks for a build of torch that the public index lacks. With
+# an index that has it (PIP_EXTRA_INDEX_URL) that one is taken; else NVIDIA's packages are taken out of what is there.
+torch_for_npu() {
+    # shellcheck disable=SC2046
+    pip_install "$1" --no-deps $(grep -oE '^torch(vision|-npu)?==[^ ;]+' requirements-npu.txt)
+    "$1/bin/python" launch/torch_without_cuda.py
+}
+
+prepare_npu() { # makes .venv-npu, or adds what it lacks: all that needs neither CANN nor an index of its own
+    bash launch/install_npu.sh wheels vllm vllm-ascend >/dev/null
+}
 
 add() ( # ENVIRONMENT REQUIREMENTS [pip's options]: installs more into a prepared environment
     flock 9 2>/dev/null || true
@@ -69,7 +82,9 @@ except packages.PackageNotFoundError:
 # nothing installed into it (a container image's own, say), or that of an environment prepared here.
 choose_python() {
     python=${NPU_VLRL_PYTHON:-$1/bin/python}
-    if [[ -z ${NPU_VLRL_PYTHON:-} ]]; then
+    if [[ -z ${NPU_VLRL_PYTHON:-} && $1 == .venv-npu ]]; then
+        prepare_npu
+    elif [[ -z ${NPU_VLRL_PYTHON:-} ]]; then
         prepare "$1" "$2"
     elif ! "$python" --version >/dev/null 2>&1; then
         fail "NPU_VLRL_PYTHON=$python is not a Python; name one that has the packages of $2"
