@@ -50,10 +50,10 @@ prepare() (
 ) 9<launch/common.sh
 
 # ENVIRONMENT: torch and torch-npu on x86_64, where torch-npu asks for a build of torch that the public index lacks. With
-# an index that has it (PIP_EXTRA_INDEX_URL) that one is taken; else NVIDIA's packages are taken out of what is there.
+# an index that has it (PIP_EXTRA_INDEX_URL) that one is taken; else the one for NVIDIA GPUs, without NVIDIA's packages.
 torch_for_npu() {
     # shellcheck disable=SC2046
-    pip_install "$1" --no-deps $(grep -oE '^torch(vision|-npu)?==[^ ;]+' requirements-npu.txt)
+    pip_install "$1" --no-deps $(grep -oE '^(torch|torchvision|torch-npu|xgrammar)==[^ ;]+' requirements-npu.txt)
     "$1/bin/python" launch/torch_without_cuda.py
 }
 

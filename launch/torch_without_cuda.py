@@ -2,7 +2,8 @@
 
 On x86_64 the public index has no other build of torch 2.10.0. Its libraries are linked against NVIDIA's, so these must
 exist: small libraries are put beside them that have every name they ask for, and answer each call with "no such
-device". What torch's metadata asks of NVIDIA's packages is removed, so that pip does not install them.
+device". What its metadata asks of NVIDIA's packages is removed, so that pip does not install them; so is the Triton for
+such GPUs, of which xgrammar asks the same.
 
 Run by the environment's Python:  python launch/torch_without_cuda.py
 A build of torch for CPUs is left as it is. Needs gcc, and binutils, which comes with it.
@@ -75,21 +76,24 @@ def home_of(version: str, names: set[str]) -> str:
     return found
 
 
-def main() -> None:
-    torch = distribution("torch")
-    library_folder = Path(str(torch.locate_file("torch/lib")))
-    if not (library_folder / "libtorch_cuda.so").exists():
-        return
-    names, functions = wanted_by([*library_folder.glob("*.so"), Path(str(torch.locate_file("torchvision/_C.so")))])
-    for name in names:
-        build(name, {(f, v) for f, v in functions if home_of(v, names) == name}, library_folder)
-    (metadata,) = [file for file in torch.files or [] if file.match("*.dist-info/METADATA")]
-    path = Path(str(torch.locate_file(metadata)))
+def forget_cuda(package: str) -> None:
+    """Removes NVIDIA's packages and Triton from what the package's metadata asks for."""
+    (metadata,) = [file for file in distribution(package).files or [] if file.match("*.dist-info/METADATA")]
+    path = Path(str(metadata.locate()))
     path.write_text(re.sub(r"Requires-Dist: (nvidia-|cuda-|triton\b).*\n", "", path.read_text()))
-    print(
-        f"torch {torch.version} runs without CUDA: {len(names)} libraries with {len(functions)} functions",
-        file=sys.stderr,
-    )
+
+
+def main() -> None:
+    for package in ("torch", "xgrammar"):
+        forget_cuda(package)
+    torch = distribution("torch")
+    folder = Path(str(torch.locate_file("torch/lib")))
+    if not (folder / "libtorch_cuda.so").exists():
+        return
+    names, functions = wanted_by([*folder.glob("*.so"), Path(str(torch.locate_file("torchvision/_C.so")))])
+    for name in names:
+        build(name, {(f, v) for f, v in functions if home_of(v, names) == name}, folder)
+    print(f"torch {torch.version} runs without CUDA: {len(names)} libraries stand in for NVIDIA's", file=sys.stderr)
 
 
 if __name__ == "__main__":
