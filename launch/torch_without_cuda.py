@@ -6,7 +6,7 @@ device". What its metadata asks of NVIDIA's packages is removed, so that pip doe
 such GPUs, of which xgrammar asks the same.
 
 Run by the environment's Python:  python launch/torch_without_cuda.py
-A build of torch for CPUs is left as it is. Needs gcc, and binutils, which comes with it.
+A build of torch for CPUs keeps its libraries. Needs gcc, and binutils, which comes with it.
 """
 
 from __future__ import annotations
