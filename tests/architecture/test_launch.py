@@ -160,9 +160,10 @@ def test_the_sinks_have_a_folder_of_their_own_packages(checkout: Checkout) -> No
     ("switch", "environment", "requirements", "tests"),
     [
         (["--npu"], ".venv-npu", "requirements-npu.txt", "tests/npu -q -n 2"),
+        (["--vllm-ascend"], ".venv-npu", "requirements-npu.txt", "tests/vllm_ascend -q"),
+        (["--npu-packages"], ".venv-npu", "requirements-npu.txt", "-q -n 2"),
         (["--triton"], ".venv-triton", "requirements-triton.txt", "tests/triton -q"),
         (["--vllm"], ".venv-vllm", "requirements-vllm-cpu.txt", "tests/vllm -q"),
-        (["--torch", "2.10.0"], ".venv-torch-2.10.0", "build/requirements-torch-2.10.0.txt", "-q -n 2"),
     ],
 )
 def test_other_tests_have_an_environment_of_their_own(
@@ -220,20 +221,6 @@ def test_what_vllm_brought_for_gpus_is_removed(checkout: Checkout) -> None:
     (checkout.root / ".venv-vllm" / "bin" / "packages" / "torchcodec==0.17.0").touch()
     _, asked, *_ = checkout.run("test.sh", "--vllm")
     assert asked == ["-m pip uninstall -qq --yes torchcodec", "-m pytest tests/vllm -q"]
-
-
-def test_the_other_torch_comes_with_the_pins_of_an_ascend_host(checkout: Checkout) -> None:
-    checkout.run("test.sh", "--torch", "2.10.0")
-    pins = (checkout.root / "build" / "requirements-torch-2.10.0.txt").read_text().splitlines()
-    assert [pin for pin in pins if pin.startswith(("torch", "triton", "numpy", "pyarrow", "transformers"))] == [
-        "torch==2.10.0",
-        "numpy==1.26.4",
-        "transformers==5.24.0",
-        "pyarrow==21.0.0",
-    ]
-    assert not any("platform_machine" in pin for pin in pins if not pin.startswith("#"))
-    code, asked, said, _ = checkout.run("test.sh", "--torch", "2")
-    assert (code, asked) == (2, []) and "--torch needs a full version" in said
 
 
 @pytest.mark.parametrize("words", [["--run-dir", "b"], ["run.dir=b"]])

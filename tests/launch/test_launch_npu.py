@@ -55,6 +55,7 @@ def test_on_a_host_cann_is_sourced_and_every_device_gets_a_process(host: Checkou
         "-m venv --clear .venv-npu",
         "-m pip install -qq --disable-pip-version-check -r requirements-npu.txt",
     ]
+    assert [line.split()[-1] for line in ran.asked[3:5]] == ["vllm==0.23.0", "vllm-ascend==0.23.0"]
     words = "--config configs/photo_tiny.yaml --run-dir x train.steps=1"
     assert ran.asked[-3:] == [
         "-m npu_vlrl data geo3k --out runs/data/geo3k",
