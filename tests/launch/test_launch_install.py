@@ -126,6 +126,11 @@ def test_what_cannot_be_is_refused(
     assert ran.code == 2 and message in ran.said and ran.asked == []
 
 
+def test_an_interpreter_without_torch_npu_is_no_image(checkout: Checkout) -> None:
+    ran = checkout.run("install_npu.sh", "image", NPU_VLRL_PYTHON=str(checkout.python))
+    assert ran.code == 2 and "a-python has no torch-npu, so it is not that of an image for NPUs" in ran.said
+
+
 def test_versions_stand_in_one_way_in_script_and_requirements() -> None:
     script = (ROOT / "launch" / "install_npu.sh").read_text()
     versions = dict(re.findall(r"\b(vllm|arctic|triton|mindspeed|megatron)=(\S+)", script))

@@ -46,17 +46,11 @@ def site(tmp_path: Path) -> Path:
     for folder in (lib, vision, gone):
         folder.mkdir(parents=True)
     (gone / "map").write_text("libcublas.so.12 { global: cublasCreate_v2; };\n")
-    names = ["-Wl,-soname,libcudart.so.12", "-Wl,-soname,libcublas.so.12", "-Wl,-soname,libnccl.so.2"]
-    library(gone / "libcudart.so", "int unused;", names[0])
-    library(
-        gone / "libcublas.so",
-        "int cublasCreate_v2(void) { return 0; }",
-        names[1],
-        f"-Wl,--version-script={gone / 'map'}",
-    )
-    library(
-        gone / "libnccl.so", "int ncclSend(void) { return 0; } char *ncclGetErrorString(int e) { return 0; }", names[2]
-    )
+    library(gone / "libcudart.so", "int unused;", "-Wl,-soname,libcudart.so.12")
+    versioned = f"-Wl,-soname,libcublas.so.12,--version-script={gone / 'map'}"
+    library(gone / "libcublas.so", "int cublasCreate_v2(void) { return 0; }", versioned)
+    nccl = "int ncclSend(void) { return 0; } char *ncclGetErrorString(int e) { return 0; }"
+    library(gone / "libnccl.so", nccl, "-Wl,-soname,libnccl.so.2")
     source = """
         int cublasCreate_v2(void); int ncclSend(void); const char *ncclGetErrorString(int);
         int both(void) { return 1000 * cublasCreate_v2() + ncclSend(); }
