@@ -43,10 +43,23 @@ prepare() (
     python=$(find_python)
     echo "setting up $1 from $2 with $("$python" --version); this takes a few minutes" >&2
     "$python" -m venv --clear "$1"
+    if [[ $2 == requirements-npu.txt && $(uname -m) == x86_64 ]]; then torch_for_npu "$1"; fi
     pip_install "$1" -r "$2"
     pip_install "$1" --no-deps -e .
     stamp "$2" pyproject.toml >"$1/installed-base"
 ) 9<launch/common.sh
+
+# ENVIRONMENT: torch and torch-npu on x86_64, where torch-npu asks for a build of torch that the public index lacks. With
+# an index that has it (PIP_EXTRA_INDEX_URL) that one is taken; else the one for NVIDIA GPUs, without NVIDIA's packages.
+torch_for_npu() {
+    # shellcheck disable=SC2046
+    pip_install "$1" --no-deps $(grep -oE '^(torch|torchvision|torch-npu|xgrammar)==[^ ;]+' requirements-npu.txt)
+    "$1/bin/python" launch/torch_without_cuda.py
+}
+
+prepare_npu() { # makes .venv-npu, or adds what it lacks: all that needs neither CANN nor an index of its own
+    bash launch/install_npu.sh wheels vllm vllm-ascend >/dev/null
+}
 
 add() ( # ENVIRONMENT REQUIREMENTS [pip's options]: installs more into a prepared environment
     flock 9 2>/dev/null || true
@@ -69,7 +82,9 @@ except packages.PackageNotFoundError:
 # nothing installed into it (a container image's own, say), or that of an environment prepared here.
 choose_python() {
     python=${NPU_VLRL_PYTHON:-$1/bin/python}
-    if [[ -z ${NPU_VLRL_PYTHON:-} ]]; then
+    if [[ -z ${NPU_VLRL_PYTHON:-} && $1 == .venv-npu ]]; then
+        prepare_npu
+    elif [[ -z ${NPU_VLRL_PYTHON:-} ]]; then
         prepare "$1" "$2"
     elif ! "$python" --version >/dev/null 2>&1; then
         fail "NPU_VLRL_PYTHON=$python is not a Python; name one that has the packages of $2"
@@ -122,7 +137,7 @@ source_cann() { # CANN's libraries and tools enter the environment, and those of
 
 # PROCESSES ARGUMENT...: trains with the given arguments. Without a word about the run folder it is a new one.
 train() {
-    local processes=${NPU_VLRL_PROCESSES:-$1} config='' previous='' argument folder usual=()
+    local processes=${NPU_VLRL_PROCESSES:-$1} config='' previous='' argument folder again='' usual=()
     shift
     for argument in "$@"; do # of several configurations the first, which says the task, names the run
         [[ -n $config || $previous != --config ]] || config=$argument
@@ -138,47 +153,51 @@ train() {
     *)
         folder=runs/$(basename "$config" .yaml)-$(date +%Y%m%d-%H%M%S)
         set -- --run-dir "$folder" "$@"
-        [[ ${NODE_RANK:-0} != 0 ]] || echo "if it is stopped, it goes on with: bash launch/${0##*/}$(printf ' %q' "$@") run.if_exists=resume" >&2
+        again="bash launch/${0##*/}$(printf ' %q' "$@") run.if_exists=resume"
         ;;
     esac
-    if [[ ! -f runs/data/geo3k/test.parquet ]]; then # the last of its files
-        "$python" -m npu_vlrl data geo3k --out runs/data/geo3k >&2
-    fi
-    start "$processes" "${usual[@]}" "$@"
+    start "$again" "$processes" "${usual[@]}" "$@"
 }
 
-# PROCESSES ARGUMENT...: one process is learner and engine in one; of more, on one machine or on several, the first is
-# the learner and each other one an engine on a device of its own. With train.learners=all each is both. With
-# ray.processes=N the one that is started here has Ray start N.
+# AGAIN PROCESSES ARGUMENT...: one process is learner and engine in one; of more, on one machine or on several, the first
+# is the learner and each other one an engine on a device of its own. With train.learners=all each is both. With
+# ray.processes=N the one that is started here has Ray start N. AGAIN is the command that continues the run; it is told
+# when nothing here stands against a start.
 start() {
-    local processes=$1 nodes=${NNODES:-1} rendezvous=(--standalone) resolved
-    shift
+    local again=$1 processes=$2 nodes=${NNODES:-1} rendezvous=(--standalone) resolved
+    shift 2
     count NPU_VLRL_PROCESSES "$processes" 1
     count NNODES "$nodes" 1
     processes=$((10#$processes)) nodes=$((10#$nodes)) # 08 would be a bad octal number below
-    if ((processes * nodes == 1)); then
-        exec "$python" -m npu_vlrl train "$@"
-    fi
-    if ((nodes > 1)); then
-        [[ -n ${MASTER_ADDR:-} && -n ${NODE_RANK:-} ]] ||
-            fail "NNODES=$nodes also needs MASTER_ADDR, the first machine's address, and NODE_RANK, this machine's \
-number from 0 to $((nodes - 1)); start the script on every machine"
-        count NODE_RANK "$NODE_RANK"
-        # torchrun would wait for other machines, and say nothing
-        ((10#$NODE_RANK < nodes)) || fail "NODE_RANK=$NODE_RANK is not below NNODES=$nodes: the machines are numbered \
-from 0 to $((nodes - 1)); correct one of the two"
-        "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
-            fail "MASTER_ADDR=$MASTER_ADDR is no address that this machine can resolve; set it to the first machine's \
-address in the network that all machines are in, such as 10.0.0.1"
-        rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK"
-            --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
-    fi
+    ((nodes == 1)) || meet "$nodes"
     resolved=$("$python" -m npu_vlrl config "$@") || exit # bad input ends here: torchrun would hide message and code
     if [[ $resolved =~ $'\nray:\n  processes: '[1-9] ]]; then # Ray starts the processes, from this one
         ((nodes == 1)) || fail "NNODES=$nodes and ray.processes exclude each other: Ray knows the machines"
+        processes=1
+    fi
+    if [[ ! -f runs/data/geo3k/test.parquet ]]; then # the last of its files
+        "$python" -m npu_vlrl data geo3k --out runs/data/geo3k >&2
+    fi
+    [[ -z $again || ${NODE_RANK:-0} != 0 ]] || echo "if it is stopped, it goes on with: $again" >&2
+    if ((processes * nodes == 1)); then
         exec "$python" -m npu_vlrl train "$@"
     fi
     : "${OMP_NUM_THREADS:=1}" # what torchrun chooses too, with a warning
     export OMP_NUM_THREADS
     exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m npu_vlrl train "$@"
+}
+
+meet() { # MACHINES: sets $rendezvous, for torchrun, to where they meet: at the first
+    [[ -n ${MASTER_ADDR:-} && -n ${NODE_RANK:-} ]] ||
+        fail "NNODES=$1 also needs MASTER_ADDR, the first machine's address, and NODE_RANK, this machine's number from \
+0 to $(($1 - 1)); start the script on every machine"
+    count NODE_RANK "$NODE_RANK"
+    # torchrun would wait for other machines, and say nothing
+    ((10#$NODE_RANK < $1)) || fail "NODE_RANK=$NODE_RANK is not below NNODES=$1: the machines are numbered from 0 to \
+$(($1 - 1)); correct one of the two"
+    "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
+        fail "MASTER_ADDR=$MASTER_ADDR is no address that this machine can resolve; set it to the first machine's \
+address in the network that all machines are in, such as 10.0.0.1"
+    rendezvous=(--nnodes "$1" --node-rank "$NODE_RANK"
+        --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 }

@@ -5,20 +5,21 @@
 # The inner loop, below three minutes: style, types, configuration,
 # workflow, alignment of one model family:                          bash launch/test.sh --fast [pytest's arguments]
 # The NPU path: the real torch_npu on a stand-in for CANN (x86_64): bash launch/test.sh --npu [pytest's arguments]
+# The engine on the real vllm-ascend, on the same stand-in:         bash launch/test.sh --vllm-ascend [pytest's arguments]
+# All CPU tests with the packages of an Ascend host:                bash launch/test.sh --npu-packages [pytest's arguments]
 # The Triton kernels: interpreted, and compiled for an NPU (x86_64): bash launch/test.sh --triton [pytest's arguments]
 # The engine on the real vLLM, on a CPU (x86_64):                   bash launch/test.sh --vllm [pytest's arguments]
 # The page of `npu-vlrl view` in a real Chromium:                   bash launch/test.sh --browser [pytest's arguments]
 # Where run.sinks sends metrics, with the real packages, offline:   bash launch/test.sh --sinks [pytest's arguments]
 # Exports in transformers 4, which many servers still run:          bash launch/test.sh --transformers4 [pytest's arguments]
-# All CPU tests on what an Ascend host gets, with this torch:       bash launch/test.sh --torch 2.9.0 [pytest's arguments]
-# Each has an environment of its own: .venv, .venv-npu, .venv-triton, .venv-vllm, .venv-torch-2.9.0; the browser is driven
-# from .venv. The sinks, which need older versions of packages that the project pins, have a folder in .venv that comes
-# before its other packages. Exports are made in .venv and read in .venv-transformers4, too, where the project is not used.
+# Environments are .venv, .venv-npu (for the three about NPUs), .venv-triton and .venv-vllm; the browser is driven from
+# .venv. The sinks, which need older versions of packages that the project pins, have a folder in .venv that comes before
+# its other packages. Exports are made in .venv and read in .venv-transformers4, too, where the project is not used.
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 prepare_tests() { # ENVIRONMENT REQUIREMENTS
-    prepare "$1" "$2"
+    if [[ $1 == .venv-npu ]]; then prepare_npu; else prepare "$1" "$2"; fi
     add "$1" requirements-dev.txt
     add "$1" requirements-test-data.txt --no-deps
 }
@@ -36,12 +37,20 @@ install chromium), or name one: NPU_VLRL_CHROMIUM=/path/to/chromium"
 
 export OMP_NUM_THREADS=1 # more threads than cores make small tensors slow
 case "${1:-}" in
---npu)
+--npu | --vllm-ascend | --npu-packages)
+    suite=$1
     shift
     prepare_tests .venv-npu requirements-npu.txt
-    add .venv-npu requirements-vllm-ascend-sources.txt --no-deps --upgrade --target .venv-npu/vllm-ascend
     export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # `import torch` would look for CANN before the stand-in is there
-    exec .venv-npu/bin/python -m pytest tests/npu -q -n 2 "$@"
+    case "$suite" in
+    --npu) set -- tests/npu -q -n 2 "$@" ;;
+    --vllm-ascend) set -- tests/vllm_ascend -q "$@" ;;
+    --npu-packages)
+        export NPU_VLRL_PLATFORM=cpu
+        set -- -q -n 2 "$@"
+        ;;
+    esac
+    exec .venv-npu/bin/python -m pytest "$@"
     ;;
 --triton)
     shift
@@ -85,19 +94,6 @@ case "${1:-}" in
     prepare .venv-transformers4 requirements-transformers4.txt
     export NPU_VLRL_PLATFORM=cpu NPU_VLRL_TRANSFORMERS4=.venv-transformers4/bin/python
     exec .venv/bin/python -m pytest tests/transformers4 -q "$@"
-    ;;
---torch)
-    [[ ${2:-} =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "--torch needs a full version, e.g. --torch 2.9.0"
-    environment=.venv-torch-$2 requirements=build/requirements-torch-$2.txt
-    mkdir -p build
-    { # the pins for aarch64, of all but what needs an NPU's host
-        echo "torch==$2"
-        sed -e '/^torch/d; /^triton-ascend/d; /!= "aarch64"/d; s/; platform_machine == "aarch64"//' requirements-npu.txt
-    } >"$requirements"
-    shift 2
-    prepare_tests "$environment" "$requirements"
-    export NPU_VLRL_PLATFORM=cpu
-    exec "$environment/bin/python" -m pytest -q -n 2 "$@"
     ;;
 esac
 

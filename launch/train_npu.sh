@@ -3,7 +3,7 @@
 # Relative paths start at the repository's root. docs/ascend.md says more.
 #
 #   NPU_VLRL_PYTHON=/path/to/python  uses that interpreter as it is, for example a container image's own, and installs
-#                                    nothing; else .venv-npu is made from requirements-npu.txt
+#                                    nothing; else launch/install_npu.sh makes .venv-npu
 #   NPU_VLRL_PROCESSES=N             processes on this machine; on NPUs as many as devices are visible. The first is the
 #                                    learner, each other one an engine; 1 is both in one, and with
 #                                    train.learners=all each is both

@@ -44,6 +44,8 @@ case "$1 $2" in
 esac
 """
 
+FAKE_UNAME = '#!/bin/sh\ncase "$1" in -m) echo "${MACHINE:-aarch64}";; *) echo Linux;; esac\n'
+
 
 class Ran(NamedTuple):
     code: int
@@ -56,7 +58,7 @@ class Ran(NamedTuple):
 
 
 class Checkout:
-    """A folder with the launch scripts and requirements, but no package."""
+    """A folder with the launch scripts and requirements, but no package, on Linux and a MACHINE (aarch64)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "with a space"
@@ -70,6 +72,7 @@ class Checkout:
         self.record = root / "record"
         self.python = self.tools / "a-python"
         self.program("a-python", FAKE_PYTHON)
+        self.program("uname", FAKE_UNAME)
 
     def program(self, name: str, text: str) -> None:
         """Puts a program in front of the others of its name."""

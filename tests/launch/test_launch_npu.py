@@ -55,10 +55,11 @@ def test_on_a_host_cann_is_sourced_and_every_device_gets_a_process(host: Checkou
         "-m venv --clear .venv-npu",
         "-m pip install -qq --disable-pip-version-check -r requirements-npu.txt",
     ]
+    assert [line.split()[-1] for line in ran.asked[3:5]] == ["vllm==0.23.0", "vllm-ascend==0.23.0"]
     words = "--config configs/photo_tiny.yaml --run-dir x train.steps=1"
     assert ran.asked[-3:] == [
-        "-m npu_vlrl data geo3k --out runs/data/geo3k",
         f"-m npu_vlrl config {words}",
+        "-m npu_vlrl data geo3k --out runs/data/geo3k",
         f"{TORCHRUN} --standalone --nproc-per-node 4 -m npu_vlrl train {words}",
     ]
     got = host.environment()
@@ -139,22 +140,26 @@ def test_several_machines_meet_at_the_first(host: Checkout) -> None:
     ],
 )
 def test_bad_numbers_are_named(host: Checkout, variables: dict[str, str], message: str) -> None:
-    ran = host.run("train_npu.sh", "--run-dir", "x", **variables)
+    ran = host.run("train_npu.sh", **variables)
     assert ran.code == 2 and message in ran.said.splitlines()[-1]
-    assert not any("train" in line for line in ran.asked)
+    assert not any("train" in line for line in ran.asked) and "goes on with" not in ran.said
 
 
-def test_bad_input_keeps_its_exit_code_under_torchrun(host: Checkout) -> None:
-    ran = host.run("train_npu.sh", "--run-dir", "x", "train.stepz=1", CONFIG_CODE="2")
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_bad_input_keeps_its_exit_code_and_is_not_told_how_to_go_on(host: Checkout, devices: str) -> None:
+    ran = host.run("train_npu.sh", "train.stepz=1", CONFIG_CODE="2", DEVICES=devices)
     assert ran.code == 2 and ran.asked[-1].startswith("-m npu_vlrl config")
+    assert "goes on with" not in ran.said
+    assert "goes on with" in host.run("train_npu.sh", DEVICES=devices).said
 
 
 def test_ray_starts_the_processes_from_one(host: Checkout) -> None:
     """However many devices there are; the configuration says so, in its file or on the command line."""
     resolved = "sync:\n  timeout_s: 1\nray:\n  processes: %s\n  address: local\n"
     words = "--config configs/photo_tiny.yaml --run-dir x"
+    data = "-m npu_vlrl data geo3k --out runs/data/geo3k"
     ran = host.run("train_npu.sh", "--run-dir", "x", RESOLVED=resolved.replace("%s", "4"))
-    assert (ran.code, ran.asked[-2:]) == (7, [f"-m npu_vlrl config {words}", f"-m npu_vlrl train {words}"])
+    assert (ran.code, ran.asked[-3:]) == (7, [f"-m npu_vlrl config {words}", data, f"-m npu_vlrl train {words}"])
     assert host.run("train_npu.sh", RESOLVED=resolved.replace("%s", "0")).asked[-1].startswith(TORCHRUN)
     machines = {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "0"}
     ran = host.run("train_npu.sh", RESOLVED=resolved.replace("%s", "4"), **machines)

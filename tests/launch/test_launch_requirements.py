@@ -51,9 +51,9 @@ def test_markers_are_those_of_the_other_machine(checkout: Checkout) -> None:
     ran = check(checkout, MARKED, "aarch64", "x86_64")
     assert ran.code == 0, ran.said
     assert ran.shown.splitlines() == [
-        "wanted.txt on aarch64",
+        "wanted.txt on aarch64, Python 3.11",
         "  native==1.0  part==3.0",
-        "wanted.txt on x86_64",
+        "wanted.txt on x86_64, Python 3.11",
         "  native==2.0",
     ]
 
@@ -69,6 +69,18 @@ def test_a_wheel_for_another_machine_is_none(checkout: Checkout) -> None:
     assert check(checkout, "native==2.0\n", "aarch64").code == 1
 
 
+def test_markers_are_those_of_the_other_python(checkout: Checkout) -> None:
+    marked = 'native==2.0; python_version < "3.12"\npart==3.0; python_version >= "3.12"\n'
+    ran = check(checkout, marked, "x86_64:3.12", "x86_64:3.11")
+    assert ran.code == 0, ran.said
+    assert ran.shown.splitlines() == [
+        "wanted.txt on x86_64, Python 3.12",
+        "  part==3.0",
+        "wanted.txt on x86_64, Python 3.11",
+        "  native==2.0",
+    ]
+
+
 def test_nothing_is_installed(checkout: Checkout) -> None:
     check(checkout, MARKED, "aarch64")
     assert not (checkout.root / "build" / "none").exists()
@@ -80,12 +92,15 @@ def test_without_arguments_all_files_are_asked_about(checkout: Checkout) -> None
     assert ran.code == 1
     assert ran.said.splitlines()[-1].startswith(
         "do not resolve: requirements-cpu.txt:x86_64 requirements-cpu.txt:aarch64 requirements-gpu.txt:x86_64 "
-        "requirements-npu.txt:x86_64 requirements-npu.txt:aarch64 requirements-vllm-ascend.txt:aarch64 "
-        "requirements-vllm-cpu.txt:x86_64 "
+        "requirements-npu.txt:x86_64 requirements-npu.txt:x86_64:3.12 requirements-npu.txt:aarch64 "
+        "requirements-npu.txt:aarch64:3.12 requirements-vllm-cpu.txt:x86_64 "
     )
 
 
-@pytest.mark.parametrize("pair", ["wanted.txt", "wanted.txt:riscv64", "missing.txt:aarch64"])
+@pytest.mark.parametrize(
+    "pair", ["wanted.txt", "wanted.txt:riscv64", "missing.txt:aarch64", "wanted.txt:aarch64:3.10", "wanted.txt:3.12"]
+)
 def test_a_wrong_pair_is_named(checkout: Checkout, pair: str) -> None:
+    (checkout.root / "wanted.txt").touch()
     ran = run(checkout, pair)
     assert ran.code == 2 and f"{pair} is not FILE:x86_64 or FILE:aarch64" in ran.said
