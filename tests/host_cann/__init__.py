@@ -87,8 +87,8 @@ class _Loader(importlib.abc.Loader):
 
         libraries = build.load()
         self.real.exec_module(module)
-        from tests.host_cann import aten, attention, memory, operators, small_ops
+        from tests.host_cann import aten, attention, inference_attention, memory, operators, small_ops
 
         memory.install(libraries["libascendcl.so"])
-        operators.install(libraries["libopapi.so"], attention.KERNELS | small_ops.KERNELS)
+        operators.install(libraries["libopapi.so"], attention.KERNELS | inference_attention.KERNELS | small_ops.KERNELS)
         aten.install()
