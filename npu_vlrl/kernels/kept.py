@@ -26,9 +26,11 @@ class Rows:
     """`starts_q`, on the host."""
     longest: int
     """No row is longer."""
+    lengths: tuple[int, ...] = ()
+    """`lengths_B`, on the host; empty where the host does not know them, as between steps of decoding."""
 
     @classmethod
-    def of(cls, lengths_B: Tensor, news: Sequence[int], room: int, longest: int) -> Rows:
+    def of(cls, lengths_B: Tensor, news: Sequence[int], room: int, longest: int, lengths: Sequence[int] = ()) -> Rows:
         """`news`: how many new tokens each row has, one at least; `room`: for how many tokens a row has places."""
         assert len(news) == len(lengths_B) and min(news) > 0 and longest <= room
         cu_q = [0]
@@ -36,7 +38,7 @@ class Rows:
             cu_q.append(cu_q[-1] + new)
         starts = (cu_q, [row * room for row in range(len(news) + 1)])
         starts_q, starts_k = (torch.tensor(one, dtype=torch.int32, device=lengths_B.device) for one in starts)
-        return cls(lengths_B, starts_q, starts_k, tuple(cu_q), longest)
+        return cls(lengths_B, starts_q, starts_k, tuple(cu_q), longest, tuple(lengths))
 
     def slots(self) -> Tensor:
         """int64 [T]: the place of each new token among all places of all rows."""

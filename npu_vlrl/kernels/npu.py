@@ -28,6 +28,9 @@ SEE_MASK, SEE_PAST = 1, 3
 EMPTY_ROWS = 2
 """The precision that reckons with queries that see no key. It costs time."""
 
+BLOCK, MOST_INFERRED = 128, 4096
+"""Of the attention for inference over packed sequences: places of a cache's block, and sequences of a call."""
+
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -132,13 +135,64 @@ def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: 
 
 @register("kept_attention", "npu")
 def kept_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Rows, scale: float) -> Tensor:
-    """As `reference.kept_attention`. One query a row: all places as they stand (BSND), which copies nothing."""
-    if len(rows.lengths_B) < q_HTD.shape[1]:
-        return reference.kept_attention(q_HTD, keys_BLKD, values_BLKD, rows, scale, masked_attention)
-    beyond_BL = torch.arange(keys_BLKD.shape[1], device=q_HTD.device) >= rows.lengths_B[:, None]
-    options: dict[str, Any] = {"scale": scale, "atten_mask": beyond_BL[:, None, None], "sparse_mode": SEE_MASK}
-    q_BTHD = q_HTD.transpose(0, 1)[:, None]
-    return _fused(q_BTHD, keys_BLKD, values_BLKD, len(q_HTD), "BSND", **options)[:, 0]
+    """As `reference.kept_attention`, without a copy of what is kept. 16 bits: the attention made for inference, which
+    takes no float32. Float32, and several queries whose lengths or places do not suit it: the one made for training.
+    """
+    half = q_HTD.dtype in (torch.float16, torch.bfloat16)
+    if len(rows.lengths_B) == q_HTD.shape[1]:
+        return (_decoded if half else _decoded_in_float32)(q_HTD, keys_BLKD, values_BLKD, rows, scale)
+    if half and keys_BLKD.shape[1] % BLOCK == 0 and 0 < len(rows.lengths) <= MOST_INFERRED:
+        return _continued(q_HTD, keys_BLKD, values_BLKD, rows, scale)
+    return reference.kept_attention(q_HTD, keys_BLKD, values_BLKD, rows, scale, masked_attention)
+
+
+def _decoded(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Rows, scale: float) -> Tensor:
+    """One query a row (BSND). The mask is on the device, so that a record of the step sees lengths that change."""
+    q_BTHD = q_HTD.transpose(0, 1)[:, None].contiguous()
+    options: dict[str, Any] = {"atten_mask": _beyond(keys_BLKD, rows), "actual_seq_lengths_kv": [rows.longest]}
+    return _inferred(q_BTHD, keys_BLKD, values_BLKD, keys_BLKD.shape[2], scale, input_layout="BSND", **options)[:, 0]
+
+
+def _decoded_in_float32(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Rows, scale: float) -> Tensor:
+    options = {"scale": scale, "atten_mask": _beyond(keys_BLKD, rows), "sparse_mode": SEE_MASK}
+    return _fused(q_HTD.transpose(0, 1)[:, None], keys_BLKD, values_BLKD, len(q_HTD), "BSND", **options)[:, 0]
+
+
+def _beyond(keys_BLKD: Tensor, rows: Rows) -> Tensor:
+    """[B, 1, 1, L]: the places beyond each row's length. True hides."""
+    places = torch.arange(keys_BLKD.shape[1], device=keys_BLKD.device)
+    return (places >= rows.lengths_B[:, None])[:, None, None]
+
+
+def _continued(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Rows, scale: float) -> Tensor:
+    """Packed queries (TND) over the rows' places, seen as blocks of a cache: nothing is padded, no mask is made."""
+    n_rows, room, key_heads, _ = keys_BLKD.shape
+    keys, values = (kept.view(n_rows * room // BLOCK, BLOCK, -1) for kept in (keys_BLKD, values_BLKD))
+    return _inferred(
+        q_HTD.transpose(0, 1).contiguous(),
+        keys,
+        values,
+        key_heads,
+        scale,
+        atten_mask=_future(q_HTD.device),
+        sparse_mode=SEE_PAST,
+        block_table=_blocks(n_rows, room // BLOCK, q_HTD.device),
+        block_size=BLOCK,
+        actual_seq_lengths=rows.cu_q[1:],
+        actual_seq_lengths_kv=rows.lengths,
+        input_layout="TND",
+    )
+
+
+def _inferred(q: Tensor, k: Tensor, v: Tensor, key_heads: int, scale: float, **options: Any) -> Tensor:
+    heads = {"num_heads": q.shape[-2], "num_key_value_heads": key_heads}
+    return torch.ops.npu.npu_fused_infer_attention_score(q, k, v, scale=scale, **heads, **options)[0]
+
+
+@lru_cache(maxsize=16)
+def _blocks(n_rows: int, each: int, device: torch.device) -> Tensor:
+    """int32 [rows, blocks of a row]: its blocks follow one another."""
+    return torch.arange(n_rows * each, dtype=torch.int32, device=device).view(n_rows, each)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str, **options: Any) -> Tensor:

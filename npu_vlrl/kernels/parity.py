@@ -97,9 +97,10 @@ def _masked(run: Implementation, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _kept(run: Implementation, q: Tensor, keys: Tensor, values: Tensor, news: list[int]) -> Tensor:
-    """Rows of 2, 7 and 5 tokens in room for 7, the last `news` of each new."""
-    lengths = torch.tensor([2, 7, 5], dtype=torch.int32, device=q.device)
-    return run(q.detach(), keys.detach(), values.detach(), Rows.of(lengths, news, 7, 7), 0.25)
+    """Rows of 2, 7 and 5 tokens, the last `news` of each new."""
+    lengths, room = [2, 7, 5], keys.shape[1]
+    rows = Rows.of(torch.tensor(lengths, dtype=torch.int32, device=q.device), news, room, max(lengths), lengths)
+    return run(q.detach(), keys.detach(), values.detach(), rows, 0.25)
 
 
 def _rotary(run: Implementation, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -131,6 +132,7 @@ def _add_product(run: Implementation, total: Tensor, left: Tensor, right: Tensor
 
 _PACKED = ((4, 12, 16), (2, 12, 16), (2, 12, 16))
 _KEPT = ((3, 7, 2, 16), (3, 7, 2, 16))
+_KEPT_IN_BLOCKS = ((3, 128, 2, 16), (3, 128, 2, 16))
 _TREE = Tree(starts=(0, 4, 6, 7, 9), ends=(9, 6, 9, 9, 12))
 """Tokens 0..3 go on with 4..5 and with 6, and that with 7..8; another sequence has no part in it."""
 
@@ -143,6 +145,7 @@ CASES = (
     Case("masked_attention", ((2, 4, 3, 16), (2, 2, 7, 16), (2, 2, 7, 16)), _masked),
     Case("kept_attention", ((4, 3, 16), *_KEPT), lambda run, q, k, v: _kept(run, q, k, v, [1, 1, 1])),
     Case("kept_attention", ((4, 6, 16), *_KEPT), lambda run, q, k, v: _kept(run, q, k, v, [1, 3, 2])),
+    Case("kept_attention", ((4, 6, 16), *_KEPT_IN_BLOCKS), lambda run, q, k, v: _kept(run, q, k, v, [1, 3, 2])),
     Case("rms_norm", ((5, 32), (32,)), lambda run, x, weight: run(x, weight, 1e-6)),
     Case("rotary", ((2, 5, 4, 16),), lambda run, x: _rotary(run, x, x.dtype)),
     Case("rotary", ((1, 5, 4, 80),), lambda run, x: _rotary(run, x, torch.float32)),

@@ -216,9 +216,8 @@ class InProcessEngine(LocalEngine):
             if turn.cached is not None:
                 batch.kv.load(row, turn.cached)
         lengths = [turn.n_context for turn in turns]
-        rows = Rows.of(
-            torch.tensor(lengths, dtype=torch.int32, device=device), list(map(len, ids)), batch.room, max(lengths)
-        )
+        lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
+        rows = Rows.of(lengths_B, list(map(len, ids)), batch.room, max(lengths), lengths)
         hidden_TH = self.policy.hidden_continued(
             torch.from_numpy(np.concatenate(ids)).to(device),
             torch.from_numpy(np.concatenate(positions, 1)).to(device),
