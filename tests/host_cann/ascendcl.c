@@ -43,6 +43,9 @@ const char *aclGetRecentErrMsg(void) {
 void aclAppLog(aclLogLevel level, const char *func, const char *file, uint32_t line, const char *fmt, ...) {
 }
 
+int32_t CheckLogLevel(int32_t module, int32_t level) { return 0; } /* nothing is logged */
+void DlogRecord(int32_t module, int32_t level, const char *fmt, ...) {}
+
 /* ---- devices --------------------------------------------------------------------------------------------------- */
 
 long host_cann_number(const char *name, long otherwise) {
@@ -90,6 +93,11 @@ int host_cann_device_count(void) {
     int physical[MAX_DEVICES];
     if (count < 0) count = visible_devices(physical);
     return count;
+}
+
+int host_cann_number_of(int device) {
+    int physical[MAX_DEVICES];
+    return device < visible_devices(physical) ? physical[device] : -1;
 }
 
 static __thread int current_device = -1;
@@ -142,6 +150,12 @@ aclError aclrtGetCurrentContext(aclrtContext *context) {
     if (current_device < 0) return ACL_ERROR_RT_CONTEXT_NULL;
     *context = &contexts[current_device];
     return ACL_SUCCESS;
+}
+
+aclError aclrtCreateContext(aclrtContext *context, int32_t device) {
+    int error = host_cann_check_device(device);
+    if (!error) *context = &contexts[device];
+    return error;
 }
 
 aclError aclrtSetCurrentContext(aclrtContext context) { return aclrtSetDevice((int32_t)((int *)context - contexts)); }

@@ -2,6 +2,7 @@
  *
  * A device is one contiguous range of addresses. Which device a pointer belongs to is therefore arithmetic, and a
  * kernel can view any tensor through one array. Pages are committed when they are touched and given back when freed.
+ * The range is a file without a name, so that other processes can be given some of it (ascendcl_ipc.c).
  *
  *   HOST_CANN_MEMORY_MIB   memory of each device, for this process (4096)
  */
@@ -12,12 +13,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "acl/acl.h"
 #include "host_cann.h"
 
-#define ALIGNMENT 512   /* what aclrtMalloc promises */
-#define PAGE (2u << 20) /* granularity of physical memory */
+#define ALIGNMENT 512    /* what aclrtMalloc promises, and counts */
+#define PAGE 4096        /* granularity of addresses, so that what is freed and shared is whole pages */
+#define GRANULE (2u << 20) /* granularity of physical memory */
 
 struct block { /* blocks of a device tile its range, in order of address */
     size_t offset, bytes;
@@ -35,11 +38,13 @@ struct mapping { /* physical memory, and where it is mapped */
 
 static struct {
     char *base;
+    int file;
     size_t charged;
     struct block *blocks;
 } memory[MAX_DEVICES];
 static struct mapping *mappings;
 static size_t memory_bytes, range_bytes;
+static pid_t owner;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -48,13 +53,18 @@ static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / 
 static void lay_out(void) {
     memory_bytes = (size_t)host_cann_number("HOST_CANN_MEMORY_MIB", 4096) << 20;
     range_bytes = 8 * memory_bytes + ((size_t)1 << 32); /* addresses cost nothing; reserved ranges need them */
+    owner = getpid();
     for (int device = 0; device < host_cann_device_count(); device++) {
-        char *base = mmap(NULL, range_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        int file = memfd_create("host_cann_memory", MFD_CLOEXEC);
+        char *base = MAP_FAILED;
+        if (file >= 0 && !ftruncate(file, (off_t)range_bytes))
+            base = mmap(NULL, range_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
         if (base == MAP_FAILED) {
             fprintf(stderr, "host_cann: no %zu bytes of address space for device %d\n", range_bytes, device);
             abort();
         }
         memory[device].base = base;
+        memory[device].file = file;
         memory[device].blocks = calloc(1, sizeof(struct block));
         memory[device].blocks->bytes = range_bytes;
     }
@@ -75,6 +85,11 @@ int host_cann_device_of(const void *address, size_t bytes) {
         if (start >= base && start < base + range_bytes) return bytes <= range_bytes - (size_t)(start - base) ? device : -1;
     }
     return -1;
+}
+
+/* Gives pages back. A forked child must not: the file is its parent's memory, too. */
+static void discard(void *address, size_t bytes) {
+    if (getpid() == owner) madvise(address, bytes, MADV_REMOVE);
 }
 
 static int no_device(void) { return host_cann_fail(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread"); }
@@ -116,7 +131,7 @@ static int give_back(void *address) {
         for (struct block *block = memory[device].blocks; block; before = block, block = block->next) {
             if (memory[device].base + block->offset != address || !block->used) continue;
             memory[device].charged -= block->charged;
-            madvise(address, block->bytes, MADV_DONTNEED);
+            discard(address, block->bytes);
             block->used = false;
             block->charged = 0;
             if (block->next && !block->next->used) {
@@ -135,6 +150,15 @@ static int give_back(void *address) {
     return host_cann_fail(ACL_ERROR_RT_PARAM_INVALID, "%p was not allocated on a device, or was freed before", address);
 }
 
+/* Adds or gives back a range of addresses. */
+static int reserve(int device, size_t bytes, size_t charged, void **address) {
+    pthread_once(&once, lay_out);
+    pthread_mutex_lock(&lock);
+    int error = take(device, bytes, charged, address);
+    pthread_mutex_unlock(&lock);
+    return error;
+}
+
 /* Called with a device, unless only addresses are wanted: torch_npu tries that out before it sets a device. */
 static int allocate(size_t bytes, bool charged, void **address) {
     int device = host_cann_current_device();
@@ -142,20 +166,60 @@ static int allocate(size_t bytes, bool charged, void **address) {
     if (device < 0) device = 0;
     int error = host_cann_check_device(device);
     if (error) return error;
-    pthread_once(&once, lay_out);
+    bytes = round_up(bytes ? bytes : 1, charged ? ALIGNMENT : GRANULE);
+    return reserve(device, round_up(bytes, PAGE), charged ? bytes : 0, address);
+}
+
+static size_t size_of_block(const void *address) {
+    int device = host_cann_device_of(address, 0);
+    size_t bytes = 0;
     pthread_mutex_lock(&lock);
-    bytes = round_up(bytes ? bytes : 1, charged ? ALIGNMENT : PAGE);
-    error = take(device, bytes, charged ? bytes : 0, address);
+    for (struct block *block = device < 0 ? NULL : memory[device].blocks; block; block = block->next)
+        if (memory[device].base + block->offset == address) bytes = block->bytes;
     pthread_mutex_unlock(&lock);
-    return error;
+    return bytes;
 }
 
 static int release(void *address) {
+    if (host_cann_shared(address, size_of_block(address)))
+        return host_cann_fail(ACL_ERROR_RT_PARAM_INVALID, "%p is shared: aclrtIpcMemClose comes before aclrtFree", address);
     pthread_mutex_lock(&lock);
     int error = give_back(address);
     pthread_mutex_unlock(&lock);
     return error;
 }
+
+/* ---- for other processes, see ascendcl_ipc.c ---------------------------------------------------------------------- */
+
+int host_cann_memory_file(int device) { return memory[device].file; }
+
+bool host_cann_allocated(const void *address, size_t bytes) {
+    int device = host_cann_device_of(address, bytes);
+    bool found = false;
+    pthread_mutex_lock(&lock);
+    for (struct block *block = device < 0 ? NULL : memory[device].blocks; block; block = block->next) {
+        size_t offset = (size_t)((const char *)address - memory[device].base);
+        found |= block->charged && block->offset <= offset && offset + bytes <= block->offset + block->bytes;
+    }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+int host_cann_reserve(int device, size_t bytes, void **range) { return reserve(device, round_up(bytes, PAGE), 0, range); }
+
+int host_cann_release_range(void *range) {
+    int device = host_cann_device_of(range, 0);
+    pthread_mutex_lock(&lock);
+    for (struct block *block = device < 0 ? NULL : memory[device].blocks; block; block = block->next)
+        if (memory[device].base + block->offset == range)
+            mmap(range, block->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, memory[device].file,
+                 (off_t)block->offset);
+    int error = give_back(range);
+    pthread_mutex_unlock(&lock);
+    return error;
+}
+
+/* ---- allocation --------------------------------------------------------------------------------------------------- */
 
 aclError aclrtMalloc(void **address, size_t size, aclrtMemMallocPolicy policy) { return allocate(size, true, address); }
 aclError aclrtMallocAlign32(void **address, size_t size, aclrtMemMallocPolicy policy) { return allocate(size, true, address); }
@@ -187,6 +251,11 @@ aclError aclrtReserveMemAddress(void **address, size_t size, size_t alignment, v
 
 aclError aclrtReleaseMemAddress(void *address) { return release(address); }
 
+aclError aclrtMemGetAllocationGranularity(aclrtPhysicalMemProp *prop, aclrtMemGranularityOptions option, size_t *granule) {
+    *granule = GRANULE;
+    return ACL_SUCCESS;
+}
+
 aclError aclrtMallocPhysical(aclrtDrvMemHandle *handle, size_t size, const aclrtPhysicalMemProp *prop, uint64_t flags) {
     int device = (int)prop->location.id, error = host_cann_check_device(device);
     if (error) return error;
@@ -216,7 +285,7 @@ aclError aclrtUnmapMem(void *address) {
     pthread_mutex_lock(&lock);
     for (struct mapping *mapping = mappings; mapping; mapping = mapping->next)
         if (mapping->address == address) {
-            madvise(address, mapping->bytes, MADV_DONTNEED);
+            discard(address, mapping->bytes);
             mapping->address = NULL;
             error = ACL_SUCCESS;
         }

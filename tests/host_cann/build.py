@@ -21,7 +21,7 @@ from tests.host_cann.table import c_functions
 
 HERE = Path(__file__).parent
 SOURCES = {
-    "libascendcl.so": ("ascendcl.c", "ascendcl_memory.c", "ascendcl_absent.c"),
+    "libascendcl.so": ("ascendcl.c", "ascendcl_memory.c", "ascendcl_ipc.c", "ascendcl_absent.c"),
     "libhccl.so": ("hccl.c", "hccl_collectives.c", "hccl_letters.c"),
     # torch_npu is linked against these four, and takes from them what libascendcl defines here.
     "libacl_op_compiler.so": (),
@@ -30,7 +30,12 @@ SOURCES = {
     "libacl_tdt_channel.so": (),
     "libopapi.so": ("opapi.c",),
     "libatb.so": ("atb.c",),
+    "libvllm_ascend_kernels.so": ("vllm_ascend_kernels.c",),
 }
+for _name in ("ascend_dump", "ascendalog", "c_sec", "error_manager", "ge_common_base", "mmpa", "platform", "profapi"):
+    SOURCES[f"lib{_name}.so"] = ()  # vllm-ascend's compiled part is linked against these, too
+for _name in ("register", "runtime", "unified_dlog"):
+    SOURCES[f"lib{_name}.so"] = ()
 """Library -> its sources; a library is linked against libascendcl, which comes first."""
 
 
@@ -75,7 +80,7 @@ def _torch_npu_version() -> str:
     try:
         return importlib.metadata.version("torch_npu")
     except importlib.metadata.PackageNotFoundError:
-        raise RuntimeError("the stand-in for CANN needs torch_npu: pip install torch_npu==2.13.0") from None
+        raise RuntimeError("the stand-in for CANN needs torch_npu: pip install torch_npu==2.10.0.post4") from None
 
 
 def _headers() -> Path:

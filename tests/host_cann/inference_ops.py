@@ -11,7 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tests.host_cann import memory
 from tests.host_cann.attention import DTYPES, require
+from tests.host_cann.small_ops import add_rms_norm
 
 SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (16, 16, 16, 16))
 """Elements of rotary halves that follow each axis: what aclnnRopeWithSinCosCacheV2 can do."""
@@ -172,10 +174,93 @@ def atb_matmul_add(x: Tensor, weight: Tensor, total: Tensor, out: Tensor) -> Non
     out.copy_(total + x.float().T @ weight.float())
 
 
+# ---- of vllm-ascend --------------------------------------------------------------------------------------------------
+
+
+def add_rms_norm_bias(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor | None, epsilon: float, y: Tensor, rstd: Tensor, x: Tensor
+) -> None:
+    """x = x1 + x2, and y = RMSNorm(x) * gamma + beta."""
+    if beta is not None:
+        require(beta.dtype == gamma.dtype and beta.shape == gamma.shape, "beta must be like gamma")
+    add_rms_norm(x1, x2, gamma, epsilon, y, rstd, x)
+    if beta is not None:
+        y.copy_(y.float() + beta.float())
+
+
+def _adapter(bf16: int, indices: int, count: int, lengths: int, rows: int) -> tuple[torch.dtype, Tensor]:
+    """The 16-bit type, and the adapter of each row, or -1. With lengths, the indices are those of sequences."""
+    device = memory.current_device()
+    which = memory.at(device, indices, torch.int64, [count], [1])
+    if lengths:
+        which = which.repeat_interleave(memory.at(device, lengths, torch.int64, [count], [1]))
+    require(len(which) >= rows or bool(lengths), f"{len(which)} indices of adapters for {rows} rows")
+    padded = torch.full((rows,), -1)
+    padded[: len(which)] = which[:rows]
+    return torch.bfloat16 if bf16 else torch.float16, padded
+
+
+def _matrices(address: int, dtype: torch.dtype, last: int, rows: int, columns: int) -> Tensor:
+    size = [last + 1, rows, columns]
+    return memory.at(memory.current_device(), address, dtype, size, [rows * columns, columns, 1])
+
+
+def adapter_shrink(
+    bf16: int,
+    x: int,
+    weight: int,
+    indices: int,
+    count: int,
+    lengths: int,
+    y: int,
+    rows: int,
+    columns: int,
+    width: int,
+    scale: float,
+    **others: int,
+) -> None:
+    """y [rows, rank] = scale * x [rows, hidden] A^T, with the A [rank, hidden] of each row's adapter; y in float32."""
+    dtype, which = _adapter(bf16, indices, count, lengths, rows)
+    device, used = memory.current_device(), (which >= 0).nonzero().flatten()
+    if len(used):
+        given = memory.at(device, x, dtype, [rows, columns], [columns, 1])[used].float()
+        chosen = _matrices(weight, dtype, int(which.max()), width, columns)[which[used]].float()
+        out = memory.at(device, y, torch.float32, [rows, width], [width, 1])
+        out[used] = scale * torch.einsum("rh,rwh->rw", given, chosen)
+
+
+def adapter_expand(
+    bf16: int,
+    x: int,
+    weight: int,
+    indices: int,
+    count: int,
+    lengths: int,
+    y: int,
+    rows: int,
+    columns: int,
+    width: int,
+    offset: int,
+    full_width: int,
+    **others: float,
+) -> None:
+    """y [rows, full_width] += x [rows, rank] B^T in columns offset to offset + width; x in float32, B [width, rank]."""
+    dtype, which = _adapter(bf16, indices, count, lengths, rows)
+    device, used = memory.current_device(), (which >= 0).nonzero().flatten()
+    if len(used):
+        given = memory.at(device, x, torch.float32, [rows, columns], [columns, 1])[used]
+        chosen = _matrices(weight, dtype, int(which.max()), width, columns)[which[used]].float()
+        out = memory.at(device, y, dtype, [rows, full_width], [full_width, 1])[:, offset : offset + width]
+        out[used] = (out[used].float() + torch.einsum("rk,rwk->rw", given, chosen)).to(dtype)
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     "aclnnApplyTopKTopP": top_k_top_p,
     "aclnnRopeWithSinCosCacheV2": rope_with_cache,
     "AtbRope": atb_rope,
     "AtbReshapeAndCache": atb_reshape_and_cache,
     "AtbLinear": atb_matmul_add,
+    "aclnnAddRmsNormBias": add_rms_norm_bias,
+    "AdapterShrink": adapter_shrink,
+    "AdapterExpand": adapter_expand,
 }

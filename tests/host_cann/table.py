@@ -25,6 +25,11 @@ _OUT = "maximum, total, softmax_out, out"
 _GRAD_IN = "q, k, v, grad, pse, drop, padding, mask, maximum, total, softmax_in, out"
 _GRAD_OUT = "grad_q, grad_k, grad_v, grad_pse"
 
+_ADAPTER = (
+    "bf16: int, x: int, weight: int, indices: int, count: int, lengths: int, y: int, rows: int, columns: int, "
+    "width: int, offset: int, full_width: int, scale: double"
+)
+
 _SIGNATURES = {
     "aclnnFlashAttentionScore": f"q, k, v, pse, drop, padding, mask, prefix: ints, {_ATTENTION}, {_OUT}",
     "aclnnFlashAttentionVarLenScore": f"q, k, v, pse, drop, padding, mask, {_LENGTHS}, {_ATTENTION}, {_OUT}",
@@ -61,6 +66,10 @@ _SIGNATURES = {
     "AtbRope": "q, k, cos, sin, lengths, coefficient: int, q_out, k_out",
     "AtbReshapeAndCache": "key, value, key_cache, value_cache, slots, key_out, value_out",
     "AtbLinear": "x, weight, total, out",
+    # of vllm-ascend: its compiled part calls the first, `vllm_ascend_kernels.c` the others, with addresses
+    "aclnnAddRmsNormBias": "x1, x2, gamma, beta, epsilon: double, y, rstd, x",
+    "AdapterShrink": _ADAPTER,
+    "AdapterExpand": _ADAPTER,
 }
 
 

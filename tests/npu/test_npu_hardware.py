@@ -70,14 +70,14 @@ def test_cann_without_a_driver() -> None:
 
 
 def test_a_pair_that_does_not_fit_is_not_even_imported(tmp_path: Path) -> None:
-    folder = tmp_path / "torch_npu-2.10.0.post4.dist-info"
+    folder = tmp_path / "torch_npu-2.11.0rc1.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.10.0.post4\n")
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.11.0rc1\n")
     variables = environment()
     variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
     done = python("import sys\n" + REPORT + "\nprint(sys.modules['torch_npu'])", variables)
     why, chosen, module = done.stdout.splitlines()
-    assert why.startswith("torch_npu 2.10.0.post4 needs torch 2.10.0, and torch 2.13.0")
+    assert why.startswith(f"torch_npu 2.11.0rc1 needs torch 2.11.0, and torch {torch.__version__.partition('+')[0]}")
     assert chosen.startswith("CPU, ") and module == "None"
 
 
