@@ -41,7 +41,7 @@ def test_two_devices() -> None:
     code, report = program(environment(devices=2))
     assert [check for check in report["checks"] if not check["ok"]] == []
     assert (code, report["platform"], report["platforms"]["npu"]) == (0, "npu", None)
-    assert report["versions"]["torch_npu"].== importlib.metadata.version("torch_npu") and report["versions"]["CANN"]
+    assert report["versions"]["torch_npu"] == importlib.metadata.version("torch_npu") and report["versions"]["CANN"]
     assert [(d["index"], d["physical"], d["name"]) for d in report["devices"]] == [
         (0, "0", "Ascend910B2"),
         (1, "1", "Ascend910B2"),
