@@ -92,10 +92,11 @@ def _torch_npu(module: ModuleType, execute: Callable[[ModuleType], None]) -> Non
 
     libraries = build.load()
     execute(module)
-    from tests.host_cann import aten, attention, inference_ops, memory, operators, pyacl, small_ops
+    from tests.host_cann import aten, attention, inference_attention, inference_ops, memory, operators, pyacl, small_ops
 
     memory.install(libraries["libascendcl.so"])
-    operators.install(libraries["libopapi.so"], attention.KERNELS | small_ops.KERNELS | inference_ops.KERNELS)
+    training, inference = attention.KERNELS | small_ops.KERNELS, inference_attention.KERNELS | inference_ops.KERNELS
+    operators.install(libraries["libopapi.so"], training | inference)
     aten.install()
     pyacl.install()
 

@@ -30,6 +30,18 @@ _ADAPTER = (
     "width: int, offset: int, full_width: int, scale: double"
 )
 
+_INFERENCE_IN = (
+    "q, k: tensors, v: tensors, pse, mask, lengths_q: ints, lengths_kv: ints, dequant_scale1, quant_scale1, "
+    "dequant_scale2, quant_scale2, quant_offset2, antiquant_scale, antiquant_offset, table, padding_q, padding_kv, "
+    "key_antiquant_scale, key_antiquant_offset, value_antiquant_scale, value_antiquant_offset, key_prefix, "
+    "value_prefix, shared: ints"
+)
+_ROTARY_PARTS = "q_rope, k_rope, k_rope_antiquant_scale"
+_INFERENCE = (
+    "heads: int, scale: double, before: int, after: int, layout: text, heads_kv: int, sparse: int, precise: int, "
+    "block_size: int, antiquant_mode: int, lse_wanted: bool, key_antiquant_mode: int, value_antiquant_mode: int"
+)
+
 _SIGNATURES = {
     "aclnnFlashAttentionScore": f"q, k, v, pse, drop, padding, mask, prefix: ints, {_ATTENTION}, {_OUT}",
     "aclnnFlashAttentionVarLenScore": f"q, k, v, pse, drop, padding, mask, {_LENGTHS}, {_ATTENTION}, {_OUT}",
@@ -40,6 +52,11 @@ _SIGNATURES = {
     "aclnnFlashAttentionUnpaddingScoreGrad": f"{_GRAD_IN}, {_LENGTHS}, {_ATTENTION}, {_GRAD_OUT}",
     "aclnnFlashAttentionUnpaddingScoreGradV4": (
         f"{_GRAD_IN}, {_LENGTHS}, {_ATTENTION}, {_GRAD_OUT}, statistics_layout: text"
+    ),
+    "aclnnFusedInferAttentionScoreV2": f"{_INFERENCE_IN}, {_INFERENCE}, out, lse",
+    "aclnnFusedInferAttentionScoreV3": f"{_INFERENCE_IN}, {_ROTARY_PARTS}, {_INFERENCE}, out, lse",
+    "aclnnFusedInferAttentionScoreV4": (
+        f"{_INFERENCE_IN}, {_ROTARY_PARTS}, q_dequant_scale, sink, {_INFERENCE}, q_quant_mode: int, out, lse"
     ),
     "aclnnRingAttentionUpdateV2": (
         "before_out, before_maximum, before_total, now_out, now_maximum, now_total, ends, layout: text, "
