@@ -1,8 +1,8 @@
 """Reference kernel of the attention for inference: prefill and decoding, over plain keys or blocks of a cache.
 
 Computed in float32, one sequence at a time, as [N, S, D] (see attention.py). What the documents of
-aclnnFusedInferAttentionScoreV2, V3 and V4 rule out on Atlas A2 is refused, and so is what has no reference: layouts other
-than TND, BSND, BNSD and BSH, quantisation, shared prefixes, left padding, separate rotary parts, and windows.
+aclnnFusedInferAttentionScoreV2, V3 and V4 rule out on Atlas A2 is refused, and so is what has no reference: layouts
+other than TND, BSND, BNSD and BSH, quantisation, shared prefixes, left padding, separate rotary parts, and windows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.host_cann.attention import COMPRESSED, LOWEST, NO_LIMIT, TINY, _upper_triangle, grouped, require
+from tests.host_cann.attention import COMPRESSED, LOWEST, TINY, _upper_triangle, grouped, require
 
 LAYOUTS = ("TND", "BSND", "BNSD", "BSH")
 DTYPES = (torch.float16, torch.bfloat16)
