@@ -19,7 +19,8 @@ def counted() -> Iterator[Counter[str]]:
     """Counts what runs inside it, in every thread of this process.
 
     "aclnnRmsNorm" is a fused operator, by the name that torch_npu calls; "aten::mm" ran on the device;
-    "fallback::nextafter" has no kernel in torch_npu, which would copy its tensors to the host and back.
+    "fallback::nextafter" has no kernel in torch_npu, which would copy its tensors to the host and back;
+    "copied::value" was not contiguous where an operator wants it to be, so that CANN copies it first.
     """
     counter: Counter[str] = Counter()
     _counters.append(counter)

@@ -264,11 +264,23 @@ def test_packed_types_and_widths_that_the_document_rules_out(change, message):
         infer(*map(change, packed()), **CAUSAL)
 
 
-def test_tensors_that_are_not_contiguous():
+def test_a_query_that_is_not_contiguous_is_copied_and_a_mask_is_refused():
     q, k, v = (x.npu() for x in packed())
     sparse = q.transpose(0, 1).contiguous().transpose(0, 1)
-    with pytest.raises(RuntimeError, match="query is not contiguous"):
-        infer(sparse, k, v, **TND)
+    with counted() as count:
+        out, _ = infer(sparse, k, v, **TND)
+    assert count["copied::query"] == 1 and not count["copied::value"]
+    assert torch.equal(out, infer(q, k, v, **TND)[0])
+    mask = HIDE.repeat_interleave(2, 1).npu()[:, ::2]
+    with pytest.raises(RuntimeError, match="atten_mask is not contiguous"):
+        infer(q, k, v, **CAUSAL | {"atten_mask": mask})
+
+
+def test_a_cache_in_blocks_that_is_not_contiguous_is_refused():
+    cache = draw(4, 16, 2 * K * D).npu()[..., : K * D]
+    options = {"block_size": 16, "block_table": torch.tensor([[1]], dtype=torch.int32)}
+    with pytest.raises(RuntimeError, match="key is not contiguous"):
+        infer(draw(1, N, D), cache, cache, actual_seq_lengths=[1], actual_seq_lengths_kv=[3], **options)
 
 
 ONE = {"atten_mask": torch.zeros(3, 1, 1, 7, dtype=torch.bool)}
