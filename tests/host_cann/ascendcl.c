@@ -20,6 +20,8 @@
 #include "acl/acl_op_compiler.h"
 #include "host_cann.h"
 
+#define HOST_CANN_VERSION "9.1.0"
+
 #define CORES 24 /* cube cores of an Ascend910B2; it has as many pairs of vector cores */
 #define VERSION_MAJOR 1
 #define VERSION_MINOR 15
@@ -122,6 +124,18 @@ const char *aclrtGetSocName(void) {
 
 aclError aclrtGetVersion(int32_t *majorVersion, int32_t *minorVersion, int32_t *patchVersion) {
     *majorVersion = VERSION_MAJOR, *minorVersion = VERSION_MINOR, *patchVersion = 0;
+    return ACL_SUCCESS;
+}
+
+/* Of CANN's packages. torch_npu chooses versions of operators by it. */
+aclError aclsysGetVersionStr(char *pkgName, char *versionStr) {
+    strcpy(versionStr, HOST_CANN_VERSION);
+    return ACL_SUCCESS;
+}
+
+aclError aclsysGetCANNVersion(aclCANNPackageName name, aclCANNPackageVersion *version) {
+    memset(version, 0, sizeof *version);
+    strcpy(version->version, HOST_CANN_VERSION);
     return ACL_SUCCESS;
 }
 
