@@ -17,7 +17,10 @@ from types import ModuleType
 
 from tests.host_cann.counting import counted
 
-__all__ = ["counted", "environment", "prepare", "start"]
+__all__ = ["ROOMY_MIB", "counted", "environment", "prepare", "start"]
+
+ROOMY_MIB = 16384
+"""Memory of a device that has room for vLLM, which begins only where 4 GiB are free beside its weights and cache."""
 
 _ROOT = Path(__file__).parents[2]
 _DEFAULTS = {
@@ -38,14 +41,17 @@ def start(devices: int = 2, memory_mib: int = 4096) -> None:
     importlib.import_module("torch_npu")
 
 
-def environment(devices: int = 2, memory_mib: int = 4096) -> dict[str, str]:
-    """Variables to add to a child process's environment; its `import torch_npu` then does what `start()` does."""
+def environment(devices: int | None = None, memory_mib: int | None = None) -> dict[str, str]:
+    """Variables to add to a child process's environment; its `import torch_npu` then does what `start()` does.
+
+    What is not given is as in this process's environment, or as `start()` has it.
+    """
     paths = [str(Path(__file__).parent / "startup"), str(_ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **_DEFAULTS,
         "NPU_VLRL_HOST_CANN": "1",
-        "HOST_CANN_DEVICES": str(devices),
-        "HOST_CANN_MEMORY_MIB": str(memory_mib),
+        "HOST_CANN_DEVICES": str(devices or os.environ.get("HOST_CANN_DEVICES", 2)),
+        "HOST_CANN_MEMORY_MIB": str(memory_mib or os.environ.get("HOST_CANN_MEMORY_MIB", 4096)),
         "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(paths))),
     }
 
@@ -109,4 +115,15 @@ def _block_table(module: ModuleType, execute: Callable[[ModuleType], None]) -> N
     vllm_ascend.install(module)
 
 
-_EXECUTED = {"torch_npu": _torch_npu, "vllm_ascend.worker.block_table": _block_table}
+def _torchvision(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
+    from tests.host_cann import vision_ops
+
+    vision_ops.declare(module)
+    execute(module)
+
+
+_EXECUTED = {
+    "torch_npu": _torch_npu,
+    "torchvision": _torchvision,
+    "vllm_ascend.worker.block_table": _block_table,
+}
