@@ -66,9 +66,8 @@ def test_a_training_says_what_it_says_with_the_inprocess_engine(tmp_path: Path) 
     """A learner and an engine process, whose vLLM splits the model over two devices and opens buckets on one of them.
     Both trainings begin with the weights of one warm start.
     """
-    here = in_one_process(
-        tmp_path / "here", f"model.path={tiny_folder('qwen2_5_vl', HIDDEN)}", "warm_start.steps=40", *MOVED
-    )
+    model = f"model.path={tiny_folder('qwen2_5_vl', HIDDEN)}"
+    here = in_one_process(tmp_path / "here", model, "warm_start.steps=20", "warm_start.batch=4", *MOVED)
     warm = (f"model.path={tmp_path / 'here' / 'warm_start'}", "warm_start.steps=0")
     there = launched(tmp_path / "there", 3, "rollout.engine=vllm", "rollout.tensor_parallel=2", *warm, *MOVED)
     assert len(steps(there)) == len(steps(here)) == 2
