@@ -144,7 +144,7 @@ def prepare(config: Config) -> Platform:
 
 def _check_vllm(config: Config, platform: Platform) -> None:
     rollout = config.rollout
-    if problem := platform.against_vllm():
+    if problem := platform.against_vllm(config.model.dtype):
         raise ConfigError(f"rollout.engine=vllm {problem}")
     several, all_learn = started_processes() > 1, config.train.learners == "all"
     if several and all_learn and rollout.tensor_parallel > 1:

@@ -124,8 +124,10 @@ class Platform(ABC):
         """Within it, what is allocated on the current device can be opened by other processes."""
         return nullcontext()
 
-    def against_vllm(self) -> str | None:
-        """Why vLLM cannot sample on this platform's devices here, with the remedy; None where nothing is known."""
+    def against_vllm(self, dtype: str) -> str | None:
+        """Why vLLM cannot sample with a model of this `model.dtype` on this platform's devices here, with the remedy;
+        None where nothing is known.
+        """
         return None
 
     def against_sleep(self) -> str | None:

@@ -32,6 +32,9 @@ PEAK_SOURCE = "press and cloud providers; no data sheet of the maker"
 
 OWN_PORTS = "ports that are free; two processes on a device, as with vLLM, would both want HCCL's 16666"
 
+PRIVATE_FORMAT = "VLLM_ASCEND_ENABLE_NZ"
+"""Whether vllm-ascend lays weights out for the matrix units: 0 never, 1 (where it is not set) quantised ones, 2 all."""
+
 PAIRS = ("2.9.0", "2.10.0", "2.13.0")
 """Versions of torch and torch_npu that this project was tried with."""
 
@@ -69,7 +72,7 @@ class NpuPlatform(Accelerator):
         "HCCL_CONNECT_TIMEOUT": Setting("600", "seconds; loading a large model from a slow disk takes over HCCL's 120"),
         "HCCL_NPU_SOCKET_PORT_RANGE": Setting("auto", OWN_PORTS),
         "HCCL_HOST_SOCKET_PORT_RANGE": Setting("auto", OWN_PORTS, unless="HCCL_IF_BASE_PORT"),  # which it overrules
-        "VLLM_ASCEND_ENABLE_NZ": Setting("0", "vLLM cannot wake weights in the format NZ, nor take new ones exactly"),
+        PRIVATE_FORMAT: Setting("0", "vLLM cannot wake weights in the format NZ, nor take new ones exactly"),
     }
     # Totals; the matrix units alone reach 354e12 (B2, 9392) and 295e12 (B3). A 910C is two devices named 9392.
     peaks = {
@@ -84,22 +87,40 @@ class NpuPlatform(Accelerator):
             raise HardwareError(problem)
         return torch.npu  # type: ignore[attr-defined]
 
-    def against_vllm(self) -> str | None:
-        """Where vllm-ascend is missing vLLM would take this machine for a CPU, or for nothing."""
+    def against_vllm(self, dtype: str) -> str | None:
+        """Where vllm-ascend is missing vLLM would take this machine for a CPU, or for nothing; beside a vLLM of another
+        release it fails deep inside, as it replaces parts of it.
+        """
         lacking = [package for package in ("vllm", "vllm-ascend") if _installed(package) is None]
         if lacking:
             return (
-                f"needs {' and '.join(lacking)} in this environment, and launch/install_npu.sh makes none with both "
-                "the trainer and vLLM (docs/ascend.md says what is missing); set rollout.engine=inprocess"
+                f"needs {' and '.join(lacking)} in this environment; run launch/install_npu.sh, or set "
+                "rollout.engine=inprocess"
+            )
+        ours, wanted = (_base_version(package) or "" for package in ("vllm", "vllm-ascend"))
+        if ours.split(".")[:2] != wanted.split(".")[:2]:
+            return (
+                f"finds vllm {_installed('vllm')} beside vllm-ascend {_installed('vllm-ascend')}, and both must be of "
+                f"one release; install vllm {wanted} (launch/install_npu.sh builds it for no device), or set "
+                "rollout.engine=inprocess"
+            )
+        if dtype == "float32":  # aclnnFusedInferAttentionScore has none, and vllm-ascend nothing else
+            return (
+                "computes in 16 bits on NPUs, whose attention for inference takes no float32; set "
+                "model.dtype=bfloat16, or rollout.engine=inprocess"
             )
         return None
 
     def against_sleep(self) -> str | None:
-        """vllm-ascend fails an assertion, deep inside, as memory that grows cannot be in a pool that sleeps."""
+        """vllm-ascend fails an assertion, deep inside, as memory that grows cannot be in a pool that sleeps; and it
+        refuses to wake where weights may be in a private format, after the first update.
+        """
         name, settings = self.allocator_settings() or ("", "")
-        if f"{SEGMENTS}:True" not in settings:
-            return None
-        return f"vLLM cannot give memory back with {name}={settings}; set {name}= (empty) before the command"
+        if f"{SEGMENTS}:True" in settings:
+            return f"vLLM cannot give memory back with {name}={settings}; set {name}= (empty) before the command"
+        if (value := os.environ.get(PRIVATE_FORMAT, "1")) != "0":
+            return f"vLLM does not wake with {PRIVATE_FORMAT}={value}; set it to 0 before the command"
+        return None
 
     def _set_allocator(self, settings: str) -> None:
         """This one of them alone, as older versions refuse the others here."""

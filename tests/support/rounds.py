@@ -19,7 +19,7 @@ def run(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Results or exceptions; a hang fails after a while."""
 
     async def together() -> list[Any]:
-        return await asyncio.wait_for(asyncio.gather(*work, return_exceptions=True), 20)
+        return await asyncio.wait_for(asyncio.gather(*work, return_exceptions=True), 60)
 
     return asyncio.run(together())
 

@@ -62,7 +62,7 @@ def learner_logprobs(
     for batch in map(change, learner._micro_batches(samples)):
         logprobs_N, _ = learner._score(batch, policy, vision, temperature)
         counts = torch.bincount(batch.sample_N, minlength=len(batch.sample_ids)).tolist()
-        found |= dict(zip(batch.sample_ids, logprobs_N.double().split(counts), strict=True))
+        found |= dict(zip(batch.sample_ids, logprobs_N.cpu().double().split(counts), strict=True))
     assert found.keys() == {sample.id for sample in samples}
     return found
 

@@ -13,7 +13,8 @@ from npu_vlrl.rollout.vllm_adapter import AdapterFolder
 from tests.support.learning import SMALL_LORA
 from tests.support.models import KINDS, load, tiny_folder
 from tests.support.scoring import TOLERANCE
-from tests.vllm.test_vllm_engine import HIDDEN, VISIBLE, VllmStage, change, episodes, gap, tell
+from tests.support.vllm_stage import HIDDEN, VllmStage, change, episodes, gap, tell
+from tests.vllm.test_vllm_engine import VISIBLE
 from tests.vllm.test_vllm_training import train, versions
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.rollout.rounds import EngineError, Request
-from npu_vlrl.rollout.vllm import CPU_TURNS, LOGPROBS, VllmEngine
-from npu_vlrl.types import Generation, Sample, SamplingParams, Segment, SegmentKind, StopReason
+from npu_vlrl.rollout.vllm import CPU_TURNS, LOGPROBS
+from npu_vlrl.types import Generation, SamplingParams, Segment, SegmentKind, StopReason
 from npu_vlrl.workflow.export import export
-from tests.support.episodes import Reply, Stage, long_episode, picture, task
+from tests.support.episodes import Reply, picture, task
 from tests.support.models import KINDS, is_vision, load, plain_model, tiny_folder
-from tests.support.rounds import LOOKS, continued, generate_all, params, prompt, run
+from tests.support.rounds import continued, generate_all, params, prompt, run
 from tests.support.scoring import (
     TOLERANCE,
     engine_logprobs,
@@ -28,33 +26,12 @@ from tests.support.scoring import (
     plain_logprobs,
     with_image,
 )
+from tests.support.vllm_stage import CONTEXT, HIDDEN, VllmStage, answered, change, episodes, gap, joined, looks, tell
 
-HIDDEN = 128  # heads of 32: vLLM's attention on a CPU knows none of 16
-CONTEXT = 1024
 VISIBLE = 1e-3
 
 seeing = pytest.mark.parametrize("stage", [kind for kind in KINDS if is_vision(kind)], indirect=True)
 """For tests of models that see."""
-
-
-class VllmStage(Stage):
-    """A model with both engines; `engine` is that of vLLM."""
-
-    def __init__(self, kind: str, loaded: LoadedModel) -> None:
-        super().__init__(loaded)
-        self.kind = kind
-        self.inprocess = self.engine
-        self.vllm = VllmEngine(
-            loaded.policy,
-            loaded.processor,
-            loaded.folder,
-            device=loaded.policy.device,
-            context_tokens=CONTEXT,
-            cache_bytes=2**28,
-            record=False,
-            seed=0,
-        )
-        self.engine = self.recorder.engine = self.vllm  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -74,35 +51,6 @@ def restored(stage: VllmStage) -> Iterator[None]:
         for name, parameter in stage.policy.trainable().items():
             parameter.copy_(before[name])
     tell(stage, 0)
-
-
-def tell(stage: VllmStage, version: int) -> None:
-    stage.engine.weights_changed(version)
-    stage.inprocess.weights_changed(version)
-
-
-def change(parameters: Any, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-
-
-def looks(stage: VllmStage) -> list[Any]:
-    return LOOKS if is_vision(stage.kind) else []
-
-
-def episodes(stage: VllmStage, temperature: float = 1.0, seed: int = 0) -> list[Sample]:
-    """Several turns with pictures in prompts and in the results of tools, and some without."""
-    stage.recorder.asked.clear()
-    trajectories = stage.play(long_episode(stage.kind), members=3, temperature=temperature, seed=seed)
-    assert [t.error for t in trajectories] == [None] * len(trajectories)
-    return export(trajectories, "concat", "best", 1.0, "test")
-
-
-def gap(stage: VllmStage, samples: Sequence[Sample], temperature: float = 1.0) -> float:
-    learner = learner_logprobs(stage.policy, stage.vision, samples, temperature)
-    return largest_gap(engine_logprobs(samples), learner)
 
 
 def test_greedy_tokens_are_those_of_the_inprocess_engine(stage: VllmStage) -> None:
@@ -167,7 +115,7 @@ def test_new_weights_in_the_middle_of_an_episode(stage: VllmStage, restored: Non
     assert (set(first.weight_versions), set(second.weight_versions)) == ({0}, {7})
     stage.vision.weights_changed()
     for answer, fits in ((stale, False), (second, True)):
-        sample = _sample(stage, longer, answer)
+        sample = answered(stage, longer, answer)
         assert (gap(stage, [sample]) < TOLERANCE) is fits
         assert fits or gap(stage, [sample]) > VISIBLE
 
@@ -196,7 +144,7 @@ def test_an_interrupted_turn_goes_on_with_newer_weights(stage: VllmStage, restor
             assert set(answer.weight_versions) == {version} and len(answer.token_ids) <= steps or version == 2
             turns[seed].append(answer)
             whole = [value for part in turns[seed] for value in part.token_ids]
-            (sample,) = [_sample(stage, context, _whole(turns[seed]))]
+            (sample,) = [answered(stage, context, joined(turns[seed]))]
             learner = learner_logprobs(stage.policy, stage.vision, [sample])["s"][len(whole) - len(answer.token_ids) :]
             assert learner.tolist() == pytest.approx(answer.logprobs, abs=TOLERANCE)
         if version < 2:
@@ -208,7 +156,7 @@ def test_an_interrupted_turn_goes_on_with_newer_weights(stage: VllmStage, restor
     assert not stage.vllm._llm.llm_engine.has_unfinished_requests()
     # with the weights of the end, the tokens of the beginning are not those of the engine
     longest = max(turns.values(), key=len)
-    assert gap(stage, [_sample(stage, context, _whole(longest))]) > VISIBLE
+    assert gap(stage, [answered(stage, context, joined(longest))]) > VISIBLE
 
 
 def test_an_interruption_before_the_first_step(stage: VllmStage) -> None:
@@ -218,21 +166,6 @@ def test_an_interruption_before_the_first_step(stage: VllmStage) -> None:
         assert stage.vllm.sample([request]) == [Generation((), (), (), StopReason.INTERRUPTED)]
     (after,) = stage.vllm.sample([request])
     assert isinstance(after, Generation) and after.token_ids
-
-
-def _whole(parts: Sequence[Generation]) -> Generation:
-    """The parts of an interrupted turn, joined."""
-    return Generation(
-        tuple(token for part in parts for token in part.token_ids),
-        tuple(value for part in parts for value in part.logprobs),
-        tuple(version for part in parts for version in part.weight_versions),
-        parts[-1].stop_reason,
-    )
-
-
-def _sample(stage: VllmStage, context: Sequence[Segment], answer: Any) -> Sample:
-    whole = continued(stage, context, answer, "")[:-1]
-    return Sample("s", "g", tuple(whole), (len(whole) - 1,), 0.0, 0.0, "e")
 
 
 @seeing
@@ -264,10 +197,10 @@ def test_keys_and_values_of_old_weights_are_dropped(stage: VllmStage, restored: 
         tell(stage, 1)
     stage.vision.weights_changed()
     (stale,) = generate_all(stage, [(context, params(3))])
-    assert gap(stage, [_sample(stage, context, stale)]) > VISIBLE
+    assert gap(stage, [answered(stage, context, stale)]) > VISIBLE
     tell(stage, 2)
     (fresh,) = generate_all(stage, [(context, params(3))])
-    assert gap(stage, [_sample(stage, context, fresh)]) < TOLERANCE
+    assert gap(stage, [answered(stage, context, fresh)]) < TOLERANCE
 
 
 def test_an_answer_depends_on_its_seed_alone(stage: VllmStage) -> None:
@@ -289,7 +222,7 @@ def test_a_round_larger_than_what_is_computed_at_once(stage: VllmStage) -> None:
     assert sum(len(segment) for context in contexts for segment in context) > 8_192
     answers = generate_all(stage, [(context, params(n, 4)) for n, context in enumerate(contexts)])
     samples = [
-        dataclasses.replace(_sample(stage, context, answer), id=str(n))
+        dataclasses.replace(answered(stage, context, answer), id=str(n))
         for n, (context, answer) in enumerate(zip(contexts, answers, strict=True))
     ]
     assert gap(stage, samples) < TOLERANCE

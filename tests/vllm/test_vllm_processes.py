@@ -11,7 +11,8 @@ import pytest
 from tests.support.models import tiny_folder
 from tests.support.ranks import finish, said, start
 from tests.support.scoring import TOLERANCE
-from tests.vllm.test_vllm_engine import HIDDEN, VISIBLE
+from tests.support.vllm_stage import HIDDEN
+from tests.vllm.test_vllm_engine import VISIBLE
 
 
 @pytest.mark.parametrize("workers", [2])
