@@ -11,7 +11,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -62,12 +62,12 @@ def prepare() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Loads the libraries before torch_npu, and installs the kernels after it."""
+    """Finds the modules that are imported with something of the stand-in: see `_EXECUTED`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch_npu":
+        if name not in _EXECUTED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
@@ -83,12 +83,29 @@ class _Loader(importlib.abc.Loader):
         return self.real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        from tests.host_cann import build
+        _EXECUTED[module.__name__](module, self.real.exec_module)
 
-        libraries = build.load()
-        self.real.exec_module(module)
-        from tests.host_cann import aten, attention, memory, operators, small_ops
 
-        memory.install(libraries["libascendcl.so"])
-        operators.install(libraries["libopapi.so"], attention.KERNELS | small_ops.KERNELS)
-        aten.install()
+def _torch_npu(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
+    """Loads the libraries before torch_npu, and installs the kernels after it."""
+    from tests.host_cann import build
+
+    libraries = build.load()
+    execute(module)
+    from tests.host_cann import aten, attention, inference_ops, memory, operators, pyacl, small_ops
+
+    memory.install(libraries["libascendcl.so"])
+    operators.install(libraries["libopapi.so"], attention.KERNELS | small_ops.KERNELS | inference_ops.KERNELS)
+    aten.install()
+    pyacl.install()
+
+
+def _block_table(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
+    """vllm-ascend's worker, which takes two functions from Triton."""
+    execute(module)
+    from tests.host_cann import vllm_ascend
+
+    vllm_ascend.install(module)
+
+
+_EXECUTED = {"torch_npu": _torch_npu, "vllm_ascend.worker.block_table": _block_table}

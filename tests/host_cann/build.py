@@ -29,6 +29,7 @@ SOURCES = {
     "libgraph.so": (),
     "libacl_tdt_channel.so": (),
     "libopapi.so": ("opapi.c",),
+    "libatb.so": ("atb.c",),
 }
 """Library -> its sources; a library is linked against libascendcl, which comes first."""
 

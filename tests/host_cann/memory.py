@@ -20,6 +20,11 @@ def install(library: ctypes.CDLL) -> None:
     _library.append(library)
 
 
+def library() -> ctypes.CDLL:
+    """libascendcl."""
+    return _library[0]
+
+
 def fail(code: int, message: str) -> int:
     """Notes `message` for torch_npu to show with the error, and returns `code`."""
     return int(_library[0].host_cann_fail(code, b"%s", message.encode()))

@@ -53,6 +53,14 @@ _SIGNATURES = {
     ),
     "aclnnInplaceFillScalar": "x, value: scalar",
     "aclnnConstantPadNd": "x, padding: ints, value: scalar, y",
+    "aclnnApplyTopKTopP": "logits, p, k, out",
+    "aclnnRopeWithSinCosCacheV2": (
+        "positions, q, k, cache, section: ints, head_size: int, halves: bool, cache_mode: int, q_out, k_out"
+    ),
+    # of ATB: `atb.c` calls these; torch_npu calls ATB's C++ interface
+    "AtbRope": "q, k, cos, sin, lengths, coefficient: int, q_out, k_out",
+    "AtbReshapeAndCache": "key, value, key_cache, value_cache, slots, key_out, value_out",
+    "AtbLinear": "x, weight, total, out",
 }
 
 
