@@ -414,6 +414,16 @@ def test_logprob_entropy_runs_by_what_devices_have(dtype: torch.dtype, tolerance
     assert not ran["aten::_local_scalar_dense"]
 
 
+def test_a_product_is_added_by_torch_npus_operator() -> None:
+    """Without MindSpeed: that of ATB. The same check runs on MindSpeed's in tests/kernels/test_mindspeed.py."""
+    left, right = draw((300, 8), (300, 5), dtype=torch.bfloat16)
+    total = torch.ones(8, 5).npu()
+    with counted() as ran:
+        kernels.op("add_product")(total, left.npu(), right.npu())
+    assert ran["AtbLinear"] == 1 and not [name for name in ran if name.startswith("fallback::")]
+    torch.testing.assert_close(total.cpu(), 1 + left.float().T @ right.float(), atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_optimiser(dtype: torch.dtype) -> None:
     """One operator a tensor, nothing copied to the host, and the same weights as on the CPU."""
