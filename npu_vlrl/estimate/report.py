@@ -208,11 +208,12 @@ def _verdict(found: Estimate) -> Iterator[str]:
         yield "this device has no memory of its own; name another with --device, e.g. --device H200"
         return
     for role in found.roles:
-        needs = f"{role.needs / 1e9:.1f} of {memory / 1e9:.0f} GB"
+        who = f"{'an' if role.name.startswith('e') else 'a'} {role.name}"
+        needs = f"{who} needs {role.needs / 1e9:.1f} of {memory / 1e9:.0f} GB"
         if role.needs <= memory:
-            yield f"fits: a {role.name} needs {needs}"
+            yield f"fits: {needs}"
             continue
-        yield f"does not fit: a {role.name} needs {needs}; what takes most can be made smaller:"
+        yield f"does not fit: {needs}; what takes most can be made smaller:"
         fullest = max(role.moments, key=lambda moment: moment.total)
         largest = sorted(fullest.parts, key=lambda name: -fullest.parts[name])
         yield from (f"  {name}: {REMEDIES[name]}" for name in [n for n in largest if n in REMEDIES][:3])
