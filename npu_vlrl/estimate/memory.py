@@ -28,7 +28,7 @@ LIBRARIES = 1.0e9
 LOGIT_COPIES = 18
 """Bytes of each logit while tokens are drawn: the product in 16 bits, and four steps of float32."""
 
-KEPT = "keys and values between turns"
+KEPT, ENGINE_COPY = "keys and values between turns", "engine's copy"
 
 GRADIENT_OF_LOGITS = 2**27
 """Bytes of the logits' gradient that exist at a time in the fused backward pass."""
@@ -88,6 +88,8 @@ class Plan:
     cache_bytes: int = 2**34
     vllm: bool = False
     """The engine is vLLM: it takes all it may have for keys and values, and beside a learner has weights of its own."""
+    sleep: bool = False
+    """vLLM beside a learner holds nothing on the device while the learner computes."""
     split: int = 1
     """Devices that a process which only samples splits the model over."""
 
@@ -165,7 +167,7 @@ class MemoryModel:
         if plan.separate_critic:
             parts["critic"] = copied / (self._ranks if plan.shard else 1) + 16.0 * counts * on_device
         if plan.vllm:
-            parts["engine's copy"] = everything
+            parts[ENGINE_COPY] = everything
         return {name: size for name, size in parts.items() if size}
 
     # --- an update ---
@@ -173,6 +175,8 @@ class MemoryModel:
     def update(self, passes: Sequence[Pass], resident: Parts | None = None) -> Moment:
         """The fullest moment of an update of these micro-batches, in their order. `resident`: what else is there."""
         base = self.base() | dict(resident or {})
+        if self.plan.sleep:
+            base.pop(ENGINE_COPY, None)
         fullest = Moment("before the update", base)
         for number, one in enumerate(passes):
             if number > 1 and one is passes[number - 1]:

@@ -113,7 +113,8 @@ def estimate(
     episode = largest_episode(config, outline.processor, picture, turns, sampled)
     play, work = played(config, episode, engines), passes(config, episode, learners)
     vllm = config.rollout.engine == "vllm"
-    learning = MemoryModel(outline.policy, replace(plan_of(config, learners), vllm=vllm and not apart))
+    beside = {"vllm": vllm and not apart, "sleep": config.rollout.sleep and not apart}
+    learning = MemoryModel(outline.policy, replace(plan_of(config, learners), **beside))
     alone = replace(plan_of(config, 0), vllm=vllm, split=config.rollout.tensor_parallel)
     sampling = MemoryModel(outline.policy, alone) if apart else learning
     seconds: dict[str, float] = {}
@@ -142,7 +143,8 @@ def _roles(
     """One where every process learns and samples; else two."""
     kept = learning.features(play) if learning.policy.vision_is_frozen else {}
     if sampling is learning:
-        return (Role("process", (learning.update(work, learning.cache(play) | kept), learning.rollout(play))),)
+        cache = {} if learning.plan.sleep else learning.cache(play)
+        return (Role("process", (learning.update(work, cache | kept), learning.rollout(play))),)
     travelling = {"weights that travel": 2.0 * config.sync.bucket_mib * 2**20}
     engine = sampling.rollout(play)
     # vLLM is handed a version as a whole
@@ -206,11 +208,12 @@ def _verdict(found: Estimate) -> Iterator[str]:
         yield "this device has no memory of its own; name another with --device, e.g. --device H200"
         return
     for role in found.roles:
-        needs = f"{role.needs / 1e9:.1f} of {memory / 1e9:.0f} GB"
+        who = f"{'an' if role.name.startswith('e') else 'a'} {role.name}"
+        needs = f"{who} needs {role.needs / 1e9:.1f} of {memory / 1e9:.0f} GB"
         if role.needs <= memory:
-            yield f"fits: a {role.name} needs {needs}"
+            yield f"fits: {needs}"
             continue
-        yield f"does not fit: a {role.name} needs {needs}; what takes most can be made smaller:"
+        yield f"does not fit: {needs}; what takes most can be made smaller:"
         fullest = max(role.moments, key=lambda moment: moment.total)
         largest = sorted(fullest.parts, key=lambda name: -fullest.parts[name])
         yield from (f"  {name}: {REMEDIES[name]}" for name in [n for n in largest if n in REMEDIES][:3])

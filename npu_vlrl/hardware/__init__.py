@@ -37,14 +37,15 @@ def select() -> Platform:
 
 
 def published(name: str) -> tuple[str, Peak]:
-    """The device of that name, or of a name that holds it ("H200", "910B2", "910C"), and its maker's numbers.
+    """The device of that name, of a name that ends with it ("910B2", "910C") or holds it, and its maker's numbers.
 
     Raises HardwareError for a name that means no device, or several.
     """
     known = {device: peak for platform in PLATFORMS.values() for device, peak in platform.peaks.items()}
     names = {device: {_plain(device), _plain(peak.called)} for device, peak in known.items()}
-    exact = [device for device, called in names.items() if _plain(name) in called]
-    found = exact or [device for device, called in names.items() if any(_plain(name) in one for one in called)]
+    found: list[str] = []
+    for means in (str.__eq__, str.endswith, str.__contains__):  # 910B2 ends one name and is in that of the 910B2C
+        found = found or [device for device, called in names.items() if any(means(one, _plain(name)) for one in called)]
     if len(found) != 1 or not _plain(name):
         listed = ", ".join(peak.called or device for device, peak in known.items())
         raise HardwareError(

@@ -11,7 +11,7 @@ import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,12 @@ INSTALL_DRIVER = "install the driver and firmware, or hand the devices to the co
 
 DRIVER_VERSION = "/usr/local/Ascend/driver/version.info"
 
-PEAK_SOURCE = "press and cloud providers; no data sheet of the maker"
+CUBE_FLOPS = 2 * 16**3
+"""Of one matrix unit (cube core) in a cycle, bf16: a product of 16 x 16 x 16, multiply-adds counted as two."""
+
+PLATFORM_FILES = "CANN's platform_config"
+"""One file a device name, with cube_core_cnt, cube_freq in MHz and memory_size; read at hicann/runtime 681ef7610df1.
+On a host they are in CANN's folder, in data/platform_config. Bandwidths are published elsewhere, see `_peak`."""
 
 OWN_PORTS = "ports that are free; two processes on a device, as with vLLM, would both want HCCL's 16666"
 
@@ -37,6 +42,28 @@ PRIVATE_FORMAT = "VLLM_ASCEND_ENABLE_NZ"
 
 PAIRS = ("2.9.0", "2.10.0", "2.13.0")
 """Versions of torch and torch_npu that this project was tried with."""
+
+
+class _Memory(NamedTuple):
+    """A kind of device memory: bytes, bytes a second, and the source of the latter."""
+
+    size: float
+    bandwidth: float
+    source: str
+
+
+A2 = _Memory(64e9, 1.6e12, "CANN's guide to migrating operators")
+"""The guide, in cann/ops-cv, compares Atlas A2 with its successor."""
+A3 = _Memory(64e9, 1.6e12, "arXiv 2506.12708")
+"""The paper, by the maker, is about CloudMatrix384; it gives the numbers of each of the two dies of a 910C."""
+B4 = _Memory(32e9, 0.8e12, "reports of users")
+B4_1 = _Memory(64e9, 1.6e12, "reports of users")
+"""Its file of CANN says 32 GiB; npu-smi, as users quote it, says 65536 MB."""
+
+
+def _peak(cores: int, megahertz: int, memory: _Memory, called: str = "") -> Peak:
+    source = f"{PLATFORM_FILES}; bandwidth: {memory.source}"
+    return Peak(cores * CUBE_FLOPS * megahertz * 1e6, memory.bandwidth, source, memory.size, called)
 
 
 class NpuPlatform(Accelerator):
@@ -74,11 +101,22 @@ class NpuPlatform(Accelerator):
         "HCCL_HOST_SOCKET_PORT_RANGE": Setting("auto", OWN_PORTS, unless="HCCL_IF_BASE_PORT"),  # which it overrules
         PRIVATE_FORMAT: Setting("0", "vLLM cannot wake weights in the format NZ, nor take new ones exactly"),
     }
-    # Totals; the matrix units alone reach 354e12 (B2, 9392) and 295e12 (B3). A 910C is two devices named 9392.
+    # By torch_npu's names, which are CANN's names of a system on chip; npu-smi shows 910B2 for Ascend910B2. An Atlas A3
+    # (910C) is two devices. The vector units reach a sixteenth more, which no matrix product uses: 376e12 of a 910B2 is
+    # the sum of both.
     peaks = {
-        "Ascend910B2": Peak(376e12, 1.6e12, PEAK_SOURCE, 64e9),
-        "Ascend910B3": Peak(313e12, 1.6e12, PEAK_SOURCE, 64e9),
-        "Ascend910_9392": Peak(376e12, 1.6e12, PEAK_SOURCE, 64e9, "Ascend910C"),
+        "Ascend910B1": _peak(24, 1850, A2),
+        "Ascend910B2": _peak(24, 1800, A2),
+        "Ascend910B2C": _peak(24, 1800, A2),
+        "Ascend910B3": _peak(20, 1800, A2),
+        "Ascend910B4": _peak(20, 1500, B4),
+        "Ascend910B4-1": _peak(20, 1500, B4_1),
+        "Ascend910_9391": _peak(24, 1850, A3),
+        "Ascend910_9392": _peak(24, 1850, A3, "Ascend910C"),
+        "Ascend910_9381": _peak(24, 1800, A3),
+        "Ascend910_9382": _peak(24, 1800, A3),
+        "Ascend910_9372": _peak(20, 1800, A3),
+        "Ascend910_9362": _peak(20, 1500, A3),
     }
 
     def api(self) -> Any:

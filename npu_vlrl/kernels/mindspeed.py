@@ -1,7 +1,8 @@
-"""What MindSpeed offers beyond torch_npu, where it is installed; it enters the op table beside torch_npu's operators.
+"""A product that is added to a float32 sum without being a tensor of its own, or rounded: MindSpeed's or torch_npu's.
 
-That is one op: a matrix product that is added to a float32 sum without being a tensor of its own, or rounded. MindSpeed
-compiles it at the first call. Its other operators for these models are torch_npu's under another name.
+Both call the linear operation of ATB, the library of transformer operators in NNAL. MindSpeed compiles what calls it
+when it is first used, for which it needs a compiler; torch_npu brings it compiled. docs/ascend.md says why nothing else
+of MindSpeed is used.
 """
 
 from __future__ import annotations
@@ -22,27 +23,40 @@ MODULE, FUNCTION = "mindspeed.ops.npu_matmul_add", "npu_matmul_add_fp32"
 PARAMETERS = ["total_input", "grad_output", "grad"]
 """As published: grad += grad_output.T @ total_input."""
 
-NARROW = (torch.bfloat16, torch.float16)
+OPERATOR = "_npu_matmul_add_fp32"
+"""torch_npu's name, with the parameters in another order: x = grad_output, weight = total_input, C = grad."""
+
+DEVICE, NARROW = "npu", (torch.bfloat16, torch.float16)
+"""Of the factors. A reference that runs on the host beside a device gets here, too."""
+
+Product = Callable[[Tensor, Tensor, Tensor], Any]
 
 _log = logging.getLogger(__name__)
 
 
 def register_offers() -> None:
-    """Registers MindSpeed's implementations for NPUs. Says in a warning why an installed MindSpeed is not used."""
-    fused = _published()
+    """Registers MindSpeed's product for NPUs, or else torch_npu's. Warns where an installed MindSpeed is not used."""
+    fused = _of_mindspeed() or _of_torch_npu()
     if fused is None:
         return
 
     @register("add_product", "npu")
     def add_product(total_VH: Tensor, left_CV: Tensor, right_CH: Tensor) -> None:
-        if total_VH.dtype == torch.float32 and left_CV.dtype in NARROW:
+        taken = left_CV.device.type == DEVICE and left_CV.dtype in NARROW and total_VH.dtype == torch.float32
+        if taken and len(left_CV):
             fused(right_CH.contiguous(), left_CV.contiguous(), total_VH)
         else:
             reference.add_product(total_VH, left_CV, right_CH)
 
 
-def _published() -> Callable[..., Any] | None:
-    """MindSpeed's function, None where there is none with the published signature."""
+def _of_torch_npu() -> Product | None:
+    """None where torch_npu found no NNAL when it was imported: then it has not loaded its operators of ATB."""
+    operator = getattr(torch.ops.atb, OPERATOR, None)
+    return operator and (lambda total_input, grad_output, grad: operator(grad_output, total_input, grad))
+
+
+def _of_mindspeed() -> Product | None:
+    """None where there is none with the published signature."""
     try:
         import_module("mindspeed")
     except ImportError:

@@ -15,8 +15,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-MOST_SEQUENCES = 2048
-"""That one packed call of an NPU's operator takes."""
+MOST_SEQUENCES = 1024
+"""That one packed call of an NPU's operator takes: the least that is documented.
+
+torch_npu's page about npu_fusion_attention (op-plugin 517f2e7d0f20) gives 2K and, for packed sequences, 1K. CANN's page
+about aclnnFlashAttentionVarLenScore (ops-transformer c29bc1069d32) gives 2K, and 1K with a prefix. CANN's code does not
+refuse more; it warns above 20,000.
+"""
 
 Item = TypeVar("Item")
 

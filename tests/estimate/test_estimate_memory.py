@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from npu_vlrl import kernels
-from npu_vlrl.config import LoraConfig, ModelConfig, OptimConfig
+from npu_vlrl.config import LoraConfig, ModelConfig, OptimConfig, load_config
 from npu_vlrl.estimate.memory import MemoryModel, Pass, Plan, Rollout
 from npu_vlrl.estimate.outline import outline_of
+from npu_vlrl.estimate.report import estimate, named_device
 from npu_vlrl.kernels import reference, table
 from npu_vlrl.kernels.modules import attach
 from npu_vlrl.kernels.tree import Tree
@@ -204,3 +205,19 @@ def test_a_rollout_counts_keys_and_values_once_and_within_its_limit() -> None:
     assert small["keys and values"] == 10 * 2048 * token
     assert small["keys and values between turns"] == 2 * limit
     assert "masters" not in parts and "moments" not in parts
+
+
+def test_what_sleeps_is_not_there_during_an_update() -> None:
+    """vLLM beside a learner: awake its copy of the weights and its keys and values stay; asleep only the rollout has
+    them. The copy is as large as the weights."""
+    file = Path(__file__).parents[2] / "configs/photo_tiny.yaml"
+    words = ["model.path=tiny:qwen3", "train.learners=all", "train.shard=true", "rollout.engine=vllm"]
+    awake, asleep = (
+        estimate(load_config(file, [*words, f"rollout.sleep={sleep}"]), named_device("H200"), 2, (64, 64)).roles[0]
+        for sleep in ("false", "true")
+    )
+    update, rollout = (moment.parts for moment in asleep.moments)
+    assert "engine's copy" not in update and "keys and values" not in update
+    assert rollout["engine's copy"] == rollout["weights"] and "keys and values" in rollout
+    assert awake.moments[1].parts == rollout
+    assert awake.moments[0].parts["engine's copy"] == rollout["weights"] and "keys and values" in awake.moments[0].parts

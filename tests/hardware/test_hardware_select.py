@@ -55,7 +55,38 @@ def test_facts_fit_together(platform: CpuPlatform) -> None:
         assert name.startswith(platform.watched), "what is recommended is also shown"
         assert (name, setting.value) not in platform.cautions
     for peak in platform.peaks.values():
-        assert 1e14 < peak.flops < 1e16 and 1e12 < peak.bandwidth < 1e13 and peak.source
+        assert 1e14 < peak.flops < 1e16 and 0.8e12 <= peak.bandwidth < 1e13 and peak.source
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops", "gigabytes", "bandwidth"),
+    [  # rows of a table that was worked out by hand: cube cores, MHz -> cores * 8192 * MHz
+        ("Ascend910B1", 363.7, 64, 1.6),
+        ("Ascend910B2", 353.9, 64, 1.6),
+        ("Ascend910B3", 294.9, 64, 1.6),
+        ("Ascend910B4", 245.8, 32, 0.8),
+        ("Ascend910B4-1", 245.8, 64, 1.6),
+        ("Ascend910_9391", 363.7, 64, 1.6),
+        ("Ascend910_9392", 363.7, 64, 1.6),
+        ("Ascend910_9381", 353.9, 64, 1.6),
+        ("Ascend910_9382", 353.9, 64, 1.6),
+    ],
+)
+def test_peaks_of_npus(
+    name: str, tflops: float, gigabytes: int, bandwidth: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NpuPlatform, "device_name", lambda self, index=0: name)
+    peak = NpuPlatform().peak()
+    assert peak is not None
+    assert round(peak.flops / 1e12, 1) == tflops
+    assert (peak.memory, peak.bandwidth) == (gigabytes * 1e9, bandwidth * 1e12)
+
+
+@pytest.mark.parametrize("name", ["Ascend910", "Ascend910B", "Ascend910A", "Ascend910_9363", "Ascend950PR_957b", ""])
+def test_an_unknown_npu_has_no_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that only resembles a known one gets no number, so utilisation is absent and not wrong."""
+    monkeypatch.setattr(NpuPlatform, "device_name", lambda self, index=0: name)
+    assert NpuPlatform().peak() is None
 
 
 def test_the_cpu_answers_everything() -> None:

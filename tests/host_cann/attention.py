@@ -25,6 +25,7 @@ STATISTICS = 8  # each statistic is stored eight times
 LOWEST = -3.0e38  # the score of what is hidden
 TINY = torch.finfo(torch.float32).tiny  # keeps 0 / 0 at 0 for a query that sees nothing
 MAX_D, MAX_HEADS = 768, 256
+MAX_SEQUENCES = 1024  # packed ones; the pages say 2K and 1K, and what keeps to the least is right either way
 COMPRESSED = 2048  # sparse modes 2, 3 and 4 take a mask of this size, whatever the lengths are
 DEFAULT, ALL, LEFT_UP, RIGHT_DOWN, BAND = range(5)
 
@@ -178,6 +179,7 @@ def _upper_triangle() -> Tensor:
 
 def _check_ends(name: str, ends: list[int], tokens: int) -> None:
     require(bool(ends), f"layout TND needs {name}: where each sequence ends, as a list of int")
+    require(len(ends) <= MAX_SEQUENCES, f"{name} has {len(ends)} sequences, and a call takes at most {MAX_SEQUENCES}")
     require(all(a <= b for a, b in zip([0, *ends], ends, strict=False)), f"{name} {ends} must not decrease")
     require(ends[-1] == tokens, f"{name} ends at {ends[-1]}, but there are {tokens} tokens")
 

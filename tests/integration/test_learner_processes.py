@@ -109,6 +109,18 @@ def test_two_learners_with_a_part_each_and_an_engine_repeat_the_training_of_one(
         assert close(numbers(run), numbers(alone("grpo")), 1e-4) and tokens(run) == tokens(alone("grpo"))
 
 
+def test_a_tiny_model_trains_with_the_keys_of_eight_npus(tmp_path: Path) -> None:
+    """All but vLLM and its sleep, which a CPU's environment lacks and cannot."""
+    devices = Path(__file__).parents[2] / "configs/devices/npu_eight.yaml"
+    words = ["rollout.engine=inprocess", "rollout.sleep=false", "train.steps=1", "warm_start.steps=0"]
+    assert finish(fork(2, command(tmp_path, "--config", str(devices), *words), tmp_path)) == [0, 0], said(tmp_path, 2)
+    run = tmp_path / "run"
+    config = load_config(run / "config.yaml")
+    assert (config.train.learners, config.train.shard, config.rollout.cache_mib) == ("all", True, 8192)
+    assert "learning and sampling in engine 1 (rank 1, process " in log(tmp_path, 0).read_text()
+    assert [line for line in lines(run, "metrics.jsonl") if "grad_norm" in line]
+
+
 # --- what is wrong is seen -------------------------------------------------------------------------------------------
 
 

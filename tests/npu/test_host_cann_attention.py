@@ -286,6 +286,7 @@ def test_scaled_dot_product_attention_is_fused_without_gradients_too():
 
 # ---- refusals: what the documents rule out ---------------------------------------------------------------------------
 
+MANY = [5] * 1024 + [13]  # all but the first and the last are empty
 PACKED = {"actual_seq_qlen": ENDS, "actual_seq_kvlen": ENDS}
 X = draw(13, N, D)
 Y = draw(1, 6, N, D)
@@ -304,6 +305,7 @@ FULL_ROW = torch.zeros(6, 6, dtype=torch.bool).index_fill(0, torch.tensor([2]), 
         ({"actual_seq_qlen": [5, 12, 12], "actual_seq_kvlen": [5, 12, 12]}, "ends at 12, but there are 13 tokens"),
         ({"actual_seq_qlen": [7, 5, 13]}, "must not decrease"),
         ({"actual_seq_qlen": [5, 13]}, "must be the same|differ in length"),
+        ({"actual_seq_qlen": MANY, "actual_seq_kvlen": MANY}, "actual_seq_qlen has 1025 sequences.* at most 1024"),
         ({"keep_prob": 0.9}, "StatelessDropOutGenMask has no stand-in"),
         ({"pse": torch.zeros(1, N, 1024, 13)}, "pse"),
     ],

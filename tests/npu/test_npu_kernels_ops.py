@@ -112,10 +112,10 @@ def sequences(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def test_packed_attention(
     lengths: tuple[list[int], list[int]], heads: tuple[int, int], width: int, causal: bool, few: bool
 ) -> None:
-    """`few`: a call takes no more than 3 sequences, as it really takes no more than 2048."""
+    """`few`: a call takes no more than 3 sequences, as it really takes no more than 1024."""
     inputs, cu_q, cu_k = packed(*lengths, *heads, width)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(npu, "MOST_SEQUENCES", 3 if few else 2048)
+        patch.setattr(npu, "MOST_SEQUENCES", 3 if few else 1024)
         npu._packing.cache_clear()
         assert_same("varlen_attention", inputs, cu_q, cu_k, causal, 0.3)
     npu._packing.cache_clear()
@@ -150,7 +150,25 @@ def test_more_sequences_than_a_call_takes() -> None:
     lengths = [1, 2] * 1030
     inputs, cu_q, cu_k = packed(lengths, lengths, 1, 1, 4)
     ran = assert_same("varlen_attention", inputs, cu_q, cu_k, False, 0.5)
-    assert ran["aclnnFlashAttentionVarLenScore"] == 2
+    assert ran["aclnnFlashAttentionVarLenScore"] == ran["aclnnFlashAttentionUnpaddingScoreGrad"] == 3
+
+
+@pytest.mark.parametrize(("extra", "calls"), [(0, 1), (1, 2)])
+def test_1024_sequences_are_one_call_and_1025_two(extra: int, calls: int) -> None:
+    lengths = [1, 2] * 512 + [3] * extra
+    inputs, cu_q, cu_k = packed(lengths, lengths, 1, 1, 4)
+    ran = assert_same("varlen_attention", inputs, cu_q, cu_k, True, 0.5)
+    assert ran["aclnnFlashAttentionVarLenScore"] == ran["aclnnFlashAttentionUnpaddingScoreGrad"] == calls
+
+
+def test_without_the_split_the_stand_in_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [1, 2] * 512 + [3]
+    inputs, cu_q, cu_k = packed(lengths, lengths, 1, 1, 4)
+    monkeypatch.setattr(npu, "MOST_SEQUENCES", 2048)
+    npu._packing.cache_clear()
+    with pytest.raises(RuntimeError, match="1025 sequences.*at most 1024"):
+        npu.varlen_attention(*on("npu", tuple(inputs)), cu_q, cu_k, True, 0.5)
+    npu._packing.cache_clear()
 
 
 def test_nothing_at_all() -> None:
@@ -323,7 +341,7 @@ def test_rotary_of_halves_is_refused() -> None:
 
 
 def test_documented_limits_are_kept() -> None:
-    """Rotary takes fewer than 1000 rows and one dtype; packed attention takes 2048 sequences, given as ints."""
+    """Rotary takes fewer than 1000 rows and one dtype; packed attention takes 1024 sequences, given as ints."""
     with Seen() as seen:
         x = draw((1200, 1, 2, 8), dtype=torch.bfloat16)[0].to("npu")
         cos, sin = (turn.to("npu") for turn in angles(1200, 1, 8))
@@ -333,7 +351,7 @@ def test_documented_limits_are_kept() -> None:
     (_, rotary), *attention = seen.calls
     assert rotary["input"].shape == (1, 1200, 2, 8)
     assert {rotary[name].dtype for name in ("input", "r1", "r2")} == {torch.float32}
-    assert [len(call["actual_seq_qlen"]) for _, call in attention] == [2048, 12]
+    assert [len(call["actual_seq_qlen"]) for _, call in attention] == [1024, 1024, 12]
     for name, call in attention:
         assert (name, call["input_layout"], call["sparse_mode"]) == ("npu_fusion_attention", "TND", 3)
         assert call["atten_mask"].shape == (2048, 2048)
@@ -394,6 +412,16 @@ def test_logprob_entropy_runs_by_what_devices_have(dtype: torch.dtype, tolerance
         torch.testing.assert_close(got, expected, atol=tolerance * float(expected.abs().max()), rtol=0)
     assert not [name for name in ran if name.startswith("fallback::") or "index_put" in name]
     assert not ran["aten::_local_scalar_dense"]
+
+
+def test_a_product_is_added_by_torch_npus_operator() -> None:
+    """Without MindSpeed: that of ATB. The same check runs on MindSpeed's in tests/kernels/test_mindspeed.py."""
+    left, right = draw((300, 8), (300, 5), dtype=torch.bfloat16)
+    total = torch.ones(8, 5).npu()
+    with counted() as ran:
+        kernels.op("add_product")(total, left.npu(), right.npu())
+    assert ran["AtbLinear"] == 1 and not [name for name in ran if name.startswith("fallback::")]
+    torch.testing.assert_close(total.cpu(), 1 + left.float().T @ right.float(), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
