@@ -30,6 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from npu_vlrl.hardware.software import unsupported
+
+    if problem := unsupported():  # what follows imports it
+        print(f"npu-vlrl: {problem}", file=sys.stderr)
+        return BAD_INPUT
     from safetensors import SafetensorError
 
     from npu_vlrl.disk import is_full, refusal

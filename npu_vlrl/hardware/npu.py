@@ -30,9 +30,6 @@ DRIVER_VERSION = "/usr/local/Ascend/driver/version.info"
 
 PEAK_SOURCE = "press and cloud providers; no data sheet of the maker"
 
-LEAST_TRANSFORMERS = 5
-"""Of its major versions; vllm-ascend 0.18.0 wants 4."""
-
 OWN_PORTS = "ports that are free; two processes on a device, as with vLLM, would both want HCCL's 16666"
 
 PAIRS = ("2.9.0", "2.10.0", "2.13.0")
@@ -94,12 +91,6 @@ class NpuPlatform(Accelerator):
             return (
                 f"needs {' and '.join(lacking)} in this environment, and launch/install_npu.sh makes none with both "
                 "the trainer and vLLM (docs/ascend.md says what is missing); set rollout.engine=inprocess"
-            )
-        found = _base_version("transformers") or "0"
-        if int(found.partition(".")[0]) < LEAST_TRANSFORMERS:
-            return (
-                f"finds transformers {found} beside vllm-ascend {_installed('vllm-ascend')}, and pictures need "
-                f"{LEAST_TRANSFORMERS} or newer (docs/ascend.md); set rollout.engine=inprocess"
             )
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform as host
+import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
@@ -14,6 +15,9 @@ PACKAGES = (
     *("math-verify", "latex2sympy2_extended", "sympy"),  # they decide what an answer is worth
 )
 """What results depend on, on every platform."""
+
+TRANSFORMERS = ("5.5.4", "5.24.0")
+"""The oldest and the newest release that the tests passed with. `model/versions.py` says what differs."""
 
 
 def installed(platforms: Iterable[Platform]) -> dict[str, str]:
@@ -30,3 +34,28 @@ def installed(platforms: Iterable[Platform]) -> dict[str, str]:
 def versions(platform: Platform) -> dict[str, str]:
     """Versions of all that computes on a usable platform, with the vendor's own software."""
     return installed([platform]) | platform.versions()
+
+
+def unsupported() -> str | None:
+    """Why the installed transformers is none that the project was tested with, and the remedy; None where it is one.
+
+    A release between the two is taken for a tested one, and so is a later patch of the newest.
+    """
+    oldest, newest = (_numbers(release) for release in TRANSFORMERS)
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        found = ""
+    if oldest <= _numbers(found) and _numbers(found)[:2] <= newest[:2]:
+        return None
+    return (
+        f"{f'transformers {found}' if found else 'no transformers'} is installed, and npu_vlrl was tested with "
+        f"{TRANSFORMERS[0]} to {TRANSFORMERS[1]}; install what the requirements file of your platform pins "
+        f"(requirements-cpu.txt, -gpu.txt, -npu.txt), or pip install transformers=={TRANSFORMERS[1]}"
+    )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """`(5, 10, 4)` of `5.10.4`, `5.10.4rc1` and `5.10.4+local`; empty where there are none."""
+    found = re.match(r"\d+(\.\d+)*", release)
+    return tuple(map(int, found[0].split("."))) if found else ()

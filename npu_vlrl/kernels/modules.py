@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -114,7 +115,7 @@ def _patch_rotary(file: str) -> None:
     if file in _patched_files:
         return
     module = sys.modules[file]
-    for name, rotate in (("apply_rotary_pos_emb", _rotate_text), ("apply_rotary_pos_emb_vision", _rotate_vision)):
+    for name, rotate in _ROTATIONS.items():
         if hasattr(module, name):
             setattr(module, name, _dispatching(getattr(module, name), rotate))
     _patched_files.add(file)
@@ -122,10 +123,10 @@ def _patch_rotary(file: str) -> None:
 
 def _dispatching(original: Callable[..., Any], rotate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *sections: Sequence[int], **more: Any) -> Any:
         if more or q.device.type == "cpu" or op("rotary") is reference.rotary:
-            return original(q, k, cos, sin, **more)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+            return original(q, k, cos, sin, *sections, **more)
+        return rotate(q, cos, sin, *sections), rotate(k, cos, sin, *sections)
 
     return apply
 
@@ -135,6 +136,24 @@ def _rotate_text(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     return op("rotary")(x_BHTD.transpose(1, 2), cos_BTD, sin_BTD).transpose(1, 2)
 
 
+def _rotate_by_sections(x_BHTD: Tensor, cos_3BTD: Tensor, sin_3BTD: Tensor, sections: Sequence[int]) -> Tensor:
+    """Each section of the width turns by time, height or width; transformers 5.24 picks them before its layers."""
+    return _rotate_text(x_BHTD, _by_sections(cos_3BTD, sections), _by_sections(sin_3BTD, sections))
+
+
+def _by_sections(turn_3BTD: Tensor, sections: Sequence[int]) -> Tensor:
+    parts = turn_3BTD.split([*sections, *sections], dim=-1)
+    return torch.cat([part[i % 3] for i, part in enumerate(parts)], dim=-1)
+
+
 def _rotate_vision(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """In float32, as transformers does it."""
     return op("rotary")(x_THD[None], cos_TD[None].float(), sin_TD[None].float())[0]
+
+
+_ROTATIONS: dict[str, Callable[..., Tensor]] = {
+    "apply_rotary_pos_emb": _rotate_text,
+    "apply_multimodal_rotary_pos_emb": _rotate_by_sections,  # the text of Qwen2.5-VL in transformers 5.10
+    "apply_rotary_pos_emb_vision": _rotate_vision,
+}
+"""Functions of transformers' files, and what computes the same for one tensor."""

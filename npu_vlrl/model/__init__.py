@@ -1,1 +1,9 @@
-import npu_vlrl.hardware  # noqa: F401  (a torch_npu that cannot load is hidden before transformers looks for it)
+"""A Hugging Face folder as a policy. Importing it needs a release of transformers that the project was tested with.
+
+Raises HardwareError for another one, before anything of it is imported.
+"""
+
+from npu_vlrl.hardware import HardwareError, software  # also hides a torch_npu that transformers could not load
+
+if problem := software.unsupported():
+    raise HardwareError(problem)

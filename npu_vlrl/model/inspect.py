@@ -27,6 +27,7 @@ from npu_vlrl.config import ConfigError
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.model.identify import not_a_model
 from npu_vlrl.model.tokens import END_OF_TURN, IMAGE
+from npu_vlrl.model.versions import normalised
 from npu_vlrl.model.weight_files import AGAIN, NO_CODE, check_names, read_headers, read_object
 
 VISION_MODELS: dict[str, Any] = {
@@ -173,7 +174,7 @@ def read_settings(folder: Path) -> Any:
     _refuse_code(folder, objects)
     _refuse_quantised(folder, config)
     with explained(f"model.path: cannot read {folder / 'config.json'}"):
-        settings = AutoConfig.from_pretrained(folder, **NO_CODE)
+        settings = normalised(AutoConfig.from_pretrained(folder, **NO_CODE))
     rope = (getattr(settings.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
     if rope in LENGTH_DEPENDENT:
         raise ConfigError(

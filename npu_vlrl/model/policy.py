@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from npu_vlrl.kernels.kept import Kept
 from npu_vlrl.kernels.tree import Tree
+from npu_vlrl.model.versions import image_features
 from npu_vlrl.types import SpecialTokens
 
 
@@ -74,15 +75,7 @@ class Policy:
     def encode(self, patches_PD: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Tensor]:
         """Features of each image. `patches_PD` holds the patches of all images, one after the other."""
         assert self.vision is not None, "a text-only model cannot encode images"
-        output = self.core.get_image_features(
-            patches_PD.to(self.device), torch.tensor(grids, device=self.device), return_dict=True
-        )
-        images = output.pooler_output
-        lengths = [len(image) for image in images]
-        # one tensor of all images in some releases of transformers, cut into images in others
-        deep = getattr(output, "deepstack_features", None) or ()
-        deep = [part.split(lengths) if isinstance(part, Tensor) else part for part in deep]
-        return [torch.cat(parts, dim=-1) for parts in zip(images, *deep, strict=True)]
+        return image_features(self.core, patches_PD.to(self.device), grids)
 
     def hidden_packed(
         self, token_ids_T: Tensor, positions_3T: Tensor, tree: Tree, features: Sequence[Tensor]

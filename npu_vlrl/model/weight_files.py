@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from npu_vlrl.config import ConfigError
 from npu_vlrl.model.identify import named, other_weights
+from npu_vlrl.model.versions import untied
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """For everything that transformers reads from a folder: it neither runs the folder's code nor asks whether it may."""
@@ -135,7 +136,7 @@ def check_names(folder: Path, family: Any, settings: Any, tensors: Mapping[str, 
     values = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     _, report = family.from_pretrained(
         None,
-        config=settings,
+        config=untied(settings, tensors),
         state_dict=values,
         device_map="meta",
         output_loading_info=True,

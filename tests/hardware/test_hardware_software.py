@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform as host
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,3 +86,77 @@ def test_the_version_of_the_nvidia_driver(
     found = CudaPlatform().versions()
     assert found["NVIDIA driver"] == (version or f"unknown (no {file})") and found["NCCL"] == "2.29.3"
     assert set(found) == {"CUDA", "cuDNN", "NCCL", "NVIDIA driver"}
+
+
+# Releases of transformers
+
+REPOSITORY = Path(__file__).parents[2]
+READERS = ("requirements-transformers4.txt", "requirements-vllm-ascend.txt")
+"""Environments that the project itself does not run in."""
+
+
+@pytest.fixture
+def installed_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def install(release: str) -> None:
+        (tmp_path / release).mkdir()
+        package(tmp_path / release, "transformers", release)
+        monkeypatch.syspath_prepend(str(tmp_path / release))
+
+    return install
+
+
+@pytest.mark.parametrize("release", ["5.5.4", "5.10.4", "5.19.0", "5.24.0", "5.24.1", "5.5.4.post1", "5.24.0+local"])
+def test_releases_of_transformers_in_the_range(installed_as: Callable[[str], None], release: str) -> None:
+    installed_as(release)
+    assert software.unsupported() is None
+
+
+@pytest.mark.parametrize("release", ["4.57.6", "5.5.3", "5.0.0", "5.25.0", "5.25.0.dev0", "6.0.0", "5.100.0"])
+def test_a_release_outside_the_range_is_named_with_the_remedy(
+    installed_as: Callable[[str], None], release: str
+) -> None:
+    installed_as(release)
+    assert software.unsupported() == (
+        f"transformers {release} is installed, and npu_vlrl was tested with 5.5.4 to 5.24.0; install what the "
+        "requirements file of your platform pins (requirements-cpu.txt, -gpu.txt, -npu.txt), or "
+        "pip install transformers==5.24.0"
+    )
+
+
+def test_no_transformers_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "version", Mock(side_effect=importlib.metadata.PackageNotFoundError))
+    assert str(software.unsupported()).startswith("no transformers is installed, and")
+
+
+def test_every_environment_of_the_project_is_in_the_range(installed_as: Callable[[str], None]) -> None:
+    assert software.unsupported() is None
+    files = [file for file in REPOSITORY.glob("requirements-*.txt") if file.name not in READERS]
+    pinned = [pin for file in files for pin in re.findall(r"^transformers==(\S+)", file.read_text(), re.MULTILINE)]
+    assert len(pinned) >= 3 and "5.24.0" in pinned
+    for release in set(pinned):
+        installed_as(release)
+        assert software.version("transformers") == release and software.unsupported() is None
+
+
+def test_every_command_refuses_another_release_before_it_imports_it(installed_as: Callable[[str], None]) -> None:
+    """As a process, where an older generation could not even be imported."""
+    installed_as("4.57.6")
+    code = (
+        "import sys; from npu_vlrl.cli import main; code = main(['doctor']); "
+        "sys.exit(9 if 'transformers' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("npu-vlrl: transformers 4.57.6 is installed, and")
+
+
+def test_importing_the_models_refuses_another_release(installed_as: Callable[[str], None]) -> None:
+    installed_as("5.25.0")
+    done = subprocess.run(
+        [sys.executable, "-c", "import npu_vlrl.model"], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "HardwareError: transformers 5.25.0 is installed" in done.stderr
+
+
+def environment() -> dict[str, str]:
+    """With this process's search path, which a test has put a package at the beginning of."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl as theirs
 
 from npu_vlrl import kernels
@@ -55,13 +56,21 @@ def replaced(model: nn.Module) -> Counter[str]:
     return Counter(name for module in model.modules() for name in names if name in vars(module))
 
 
+def rotations(model: nn.Module) -> dict[str, Any]:
+    """The functions of the model's file that apply rotary positions, by name."""
+    return {name: value for name, value in vars(file_of(model)).items() if name in modules._ROTATIONS}
+
+
+def file_of(model: nn.Module) -> Any:
+    return sys.modules[type(model).__module__]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_replaced_where_the_reference_runs(name: str) -> None:
     model = build(name)
-    file = sys.modules[type(model).__module__]
-    rotary = file.apply_rotary_pos_emb
+    before = rotations(model)
     attach(model)
-    assert not replaced(model) and file.apply_rotary_pos_emb is rotary
+    assert not replaced(model) and rotations(model) == before
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -174,6 +183,14 @@ def test_rotary_goes_to_the_op_only_on_a_device(calls: Counter[str]) -> None:
     assert original(Rotary("meta"), anything, anything, anything) == ("theirs", {})
 
 
+def test_rotary_hands_sections_on(calls: Counter[str]) -> None:
+    """As transformers 5.10 gives them: behind the others."""
+    original: Any = modules._dispatching(lambda *args: ("theirs", *args[4:]), lambda x, cos, sin, sections: sections)
+    anything: Any = None
+    assert original(Rotary("meta"), anything, anything, anything, [1, 2, 1]) == ([1, 2, 1], [1, 2, 1])
+    assert original(Rotary("cpu"), anything, anything, anything, [1, 2, 1]) == ("theirs", [1, 2, 1])
+
+
 def test_layers_that_only_look_alike_are_left_alone(calls: Counter[str]) -> None:
     """A gated layer with another activation, and a convolution whose patches overlap."""
     model = build("qwen2_5_vl")
@@ -211,6 +228,55 @@ def test_an_odd_inner_width_is_padded_where_no_adapter_can_be(monkeypatch: pytes
         assert seen == [37] * (len(plain.model.visual.blocks) - 1)
     finally:
         kernels.use("reference")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_rotates_by_a_function_that_is_replaced(
+    name: str, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this release of transformers calls it."""
+    model = build(name)
+    for function, original in rotations(model).items():
+        monkeypatch.setattr(file_of(model), function, original)  # so that it is put back
+    monkeypatch.setattr(modules, "_patched_files", set())
+    seen: Counter[str] = Counter()
+
+    def counted(original: Any, rotate: Any) -> Any:
+        def run(*arguments: Any, **more: Any) -> Any:
+            seen[rotate.__name__] += 1
+            return original(*arguments, **more)
+
+        return run
+
+    monkeypatch.setattr(modules, "_dispatching", counted)
+    attach(model)
+    packed_logits(name, model, torch.arange(6), [6], None)
+    assert sum(seen.values()) == 2
+    if name.endswith("vl"):
+        seen.clear()
+        model.model.visual(pictures(name, [[1, 4, 4]])[0], grid_thw=torch.tensor([[1, 4, 4]]))
+        assert seen == {"_rotate_vision": len(model.model.visual.blocks)}
+
+
+def test_rotary_by_sections_by_hand() -> None:
+    """Halves of 1, 2 and 1 channels turn by time, height and width."""
+    x, angles = torch.randn(1, 2, 3, 8), torch.randn(3, 1, 3, 4)
+    found = modules._rotate_by_sections(
+        x, *(torch.cat([f(angles)] * 2, dim=-1) for f in (torch.cos, torch.sin)), [1, 2, 1]
+    )
+    points, turned = torch.complex(x[..., :4], x[..., 4:]), torch.complex(found[..., :4], found[..., 4:])
+    for channel, axis in enumerate((0, 1, 1, 2)):
+        turn = torch.polar(torch.ones(3), angles[axis, 0, :, channel])
+        torch.testing.assert_close(turned[..., channel], points[..., channel] * turn)
+
+
+@pytest.mark.skipif(not hasattr(qwen2_5_vl, "apply_multimodal_rotary_pos_emb"), reason="transformers 5.10 has it")
+def test_rotary_by_sections_is_that_of_transformers() -> None:
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
+    cos, sin = torch.randn(3, 2, 3, 8), torch.randn(3, 2, 3, 8)
+    expected = qwen2_5_vl.apply_multimodal_rotary_pos_emb(q, k, cos, sin, [1, 2, 1])
+    for x, rotated in zip((q, k), expected, strict=True):
+        assert torch.equal(modules._rotate_by_sections(x, cos, sin, [1, 2, 1]), rotated)
 
 
 def test_rotary_takes_what_transformers_gives() -> None:

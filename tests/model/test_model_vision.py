@@ -33,23 +33,28 @@ def test_features_equal_those_of_transformers(kind: str) -> None:
     assert len(deep) == (kind == "qwen3_vl")
     width = output.pooler_output[0].shape[1]
     for part, of_images in enumerate([output.pooler_output, *deep]):
-        for found, expected in zip(vision.fixed(images), of_images, strict=True):
-            assert found.shape == (len(expected), width * (1 + len(deep)))
-            torch.testing.assert_close(found[:, part * width : (part + 1) * width], expected, atol=1e-5, rtol=1e-5)
+        found = torch.cat([features[:, part * width : (part + 1) * width] for features in vision.fixed(images)])
+        expected = torch.cat(tuple(of_images)).view(-1, width)  # of each image, or in 5.10 of all of them
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for features, image in zip(vision.fixed(images), images, strict=True):
+        assert features.shape == (image.n_tokens, width * (1 + len(deep)))
 
 
-def test_deep_features_of_all_pictures_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier 5.x releases of transformers do not cut them into pictures."""
+@pytest.mark.parametrize("cut", [False, True])
+def test_deep_features_of_all_pictures_or_of_each(monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
+    """transformers 5.10 gives one tensor of all, 5.24 cuts it into pictures."""
     vision, images = make("qwen3_vl", cache_bytes=0)
     expected = vision.fixed(images)
     published = vision.policy.core.get_image_features
 
-    def uncut(*arguments: Any, **keywords: Any) -> Any:
+    def otherwise(*arguments: Any, **keywords: Any) -> Any:
         output = published(*arguments, **keywords)
-        output.deepstack_features = [torch.cat(list(deep)) for deep in output.deepstack_features]
+        (deep,) = output.deepstack_features
+        whole = deep if isinstance(deep, torch.Tensor) else torch.cat(list(deep))
+        output.deepstack_features = [whole.split([image.n_tokens for image in images]) if cut else whole]
         return output
 
-    monkeypatch.setattr(vision.policy.core, "get_image_features", uncut)
+    monkeypatch.setattr(vision.policy.core, "get_image_features", otherwise)
     assert all(torch.equal(a, b) for a, b in zip(vision.fixed(images), expected, strict=True))
 
 

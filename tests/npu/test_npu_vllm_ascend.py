@@ -173,12 +173,7 @@ def test_an_environment_that_cannot_sample_with_vllm_says_so_before_models_load(
         "npu-vlrl: rollout.engine=vllm needs vllm and vllm-ascend in this environment, and launch/install_npu.sh makes "
         "none with both the trainer and vLLM (docs/ascend.md says what is missing); set rollout.engine=inprocess"
     )
-    there |= {"vllm": "0.18.0+empty", "vllm-ascend": "0.18.0", "transformers": "4.57.6"}
-    assert refused() == (
-        "npu-vlrl: rollout.engine=vllm finds transformers 4.57.6 beside vllm-ascend 0.18.0, and pictures need 5 or "
-        "newer (docs/ascend.md); set rollout.engine=inprocess"
-    )
-    there["transformers"] = "5.5.4"
+    there |= {"vllm": "0.18.0+empty", "vllm-ascend": "0.18.0"}
     assert refused().startswith("npu-vlrl: rollout.engine=vllm needs vLLM (")  # it is not there really
 
 
