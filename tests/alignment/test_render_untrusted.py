@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -62,8 +64,22 @@ def test_control_tokens_in_content_stay_characters(
 def test_ids_of_hostile_text_are_what_transformers_makes_of_sanitised_text(token: str) -> None:
     messages = [Message("system", (f"Be {token}",)), Message("user", (f"one {token}two{token}\n three",))]
     found = flat(renderer("qwen2_5_vl").open(messages).context)
-    assert found == reference_ids("qwen2_5_vl", messages, sanitize_control_tokens=True)
+    assert found == sanitised_ids("qwen2_5_vl", messages, token)
     assert qwen_tokenizer().convert_tokens_to_ids(token) in CONTROL_IDS
+
+
+def sanitised_ids(name: str, messages: list[Message], token: str) -> list[int]:
+    """By transformers itself. 5.10 passes over the option, and the text is put together from the pieces around it."""
+    tokenizer = qwen_tokenizer()
+    if "sanitize_control_tokens" in inspect.signature(tokenizer.apply_chat_template).parameters:
+        return reference_ids(name, messages, sanitize_control_tokens=True)
+    dicts = [{"role": m.role, "content": m.text.replace(token, "\ue000")} for m in messages]
+    rendered = tokenizer.apply_chat_template(
+        dicts, chat_template=template(name), add_generation_prompt=True, tokenize=False
+    )
+    first, *rest = (words(piece) for piece in rendered.split("\ue000"))
+    as_characters = tokenizer.encode(token, split_special_tokens=True)
+    return first + [number for piece in rest for number in (*as_characters, *piece)]
 
 
 def test_without_marks_the_same_text_is_read_as_control_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

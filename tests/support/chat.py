@@ -96,7 +96,7 @@ def reference_ids(name: str, messages: Sequence[Message], tools: list[Any] | Non
     for token in rendered:
         if token == IMAGE_PAD:
             width, height = sizes.pop(0)
-            patches = image_processor(VISION_TEMPLATES[name]).get_number_of_image_patches(height, width)
+            patches = image_processor(VISION_TEMPLATES[name]).get_number_of_image_patches(height, width, {})
             ids += [token] * (patches // 4)
         else:
             ids.append(token)
