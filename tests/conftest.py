@@ -14,6 +14,9 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts with `&`; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if os.environ.get("NPU_VLRL_PLATFORM") == "cpu":  # hides a torch_npu without CANN, before transformers is imported
+    import npu_vlrl.hardware  # noqa: F401
+
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 settings.register_profile("dev", deadline=None, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")

@@ -240,11 +240,16 @@ class _WideTorch(ModuleType):
 
 @contextmanager
 def float64_inside() -> Iterator[None]:
-    """transformers' norms and rotary embeddings round to float32 inside; with a float64 model they do not, here."""
+    """transformers' norms and rotary embeddings round to float32 inside; with a float64 model they do not, here.
+
+    Positions become as wide as the frequencies: 5.10 multiplies the two as matrices, which must be of one type.
+    """
     narrow = Tensor.float
 
     def keep_wide(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else narrow(tensor, *arguments, **options)
+        if tensor.dtype in (torch.float64, torch.int64):
+            return tensor.double()
+        return narrow(tensor, *arguments, **options)
 
     wide = _WideTorch("wide_torch")
     with (

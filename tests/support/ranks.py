@@ -127,6 +127,8 @@ def _run(module: str, words: list[str], variables: dict[str, str], output: str) 
     os.dup2(said, 1)
     os.dup2(said, 2)
     sys.argv[1:] = words
+    import npu_vlrl.hardware  # noqa: F401  (hides a torch_npu without CANN, before the module imports transformers)
+
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
