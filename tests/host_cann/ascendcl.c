@@ -216,6 +216,13 @@ aclError aclrtSynchronizeDevice(void) { return ACL_SUCCESS; }
 aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout) { return ACL_SUCCESS; }
 aclError aclrtProcessReport(int32_t timeout) { return ACL_ERROR_RT_THREAD_SUBSCRIBE; /* no callback is pending, ever */ }
 
+/* Nothing is captured, ever. torch_npu asks before every use of a generator. */
+aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus *status, aclmdlRI *model) {
+    *status = ACL_MODEL_RI_CAPTURE_STATUS_NONE;
+    *model = NULL;
+    return ACL_SUCCESS;
+}
+
 static aclError make_event(aclrtEvent *event) { *event = calloc(1, sizeof(struct timespec)); return ACL_SUCCESS; }
 aclError aclrtCreateEvent(aclrtEvent *event) { return make_event(event); }
 aclError aclrtCreateEventWithFlag(aclrtEvent *event, uint32_t flag) { return make_event(event); }

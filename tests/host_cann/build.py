@@ -1,8 +1,8 @@
 """Compiles the stand-in libraries once, into a cache folder, and loads them.
 
-The folder is named after everything that goes into it: the sources, the table of operators and the version of
-torch_npu, whose headers the sources are compiled against. It appears complete or not at all, so that processes that
-start together do not disturb each other.
+The folder is named after everything that goes into it: the sources, their libraries, the table of operators and the
+version of torch_npu, whose headers the sources are compiled against. It appears complete or not at all, so that
+processes that start together do not disturb each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from pathlib import Path
 from tests.host_cann.table import c_functions
 
 HERE = Path(__file__).parent
-SOURCES = {
+EMPTY = (
+    *("ascend_dump", "ascendalog", "c_sec", "error_manager", "ge_common_base", "mmpa", "platform", "profapi"),
+    *("register", "runtime", "unified_dlog"),
+)
+"""vllm-ascend's compiled part is linked against these, too, and takes nothing from most of them."""
+
+SOURCES: dict[str, tuple[str, ...]] = {
     "libascendcl.so": ("ascendcl.c", "ascendcl_memory.c", "ascendcl_ipc.c", "ascendcl_absent.c"),
     "libhccl.so": ("hccl.c", "hccl_collectives.c", "hccl_letters.c"),
     # torch_npu is linked against these four, and takes from them what libascendcl defines here.
@@ -31,11 +37,8 @@ SOURCES = {
     "libopapi.so": ("opapi.c",),
     "libatb.so": ("atb.c",),
     "libvllm_ascend_kernels.so": ("vllm_ascend_kernels.c",),
+    **{f"lib{name}.so": () for name in EMPTY},
 }
-for _name in ("ascend_dump", "ascendalog", "c_sec", "error_manager", "ge_common_base", "mmpa", "platform", "profapi"):
-    SOURCES[f"lib{_name}.so"] = ()  # vllm-ascend's compiled part is linked against these, too
-for _name in ("register", "runtime", "unified_dlog"):
-    SOURCES[f"lib{_name}.so"] = ()
 """Library -> its sources; a library is linked against libascendcl, which comes first."""
 
 
@@ -55,7 +58,7 @@ def cache_folder() -> Path:
 def build() -> Path:
     """Returns the folder with all libraries of `SOURCES`. Raises RuntimeError where gcc or torch_npu is missing."""
     functions = c_functions()
-    digest = hashlib.sha256(functions.encode())
+    digest = hashlib.sha256((functions + repr(SOURCES)).encode())
     for path in sorted(HERE.glob("*.[ch]")):
         digest.update(path.read_bytes())
     folder = cache_folder() / f"torch_npu-{_torch_npu_version()}-{digest.hexdigest()[:16]}"
