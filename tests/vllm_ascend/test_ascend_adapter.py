@@ -48,7 +48,7 @@ def test_what_sleeps_gives_its_memory_back(stage: VllmStage) -> None:
     asleep = torch.npu.mem_get_info()[0]  # type: ignore[attr-defined]
     assert asleep - awake > CACHE_BYTES
     tell(stage, 3)
-    assert torch.npu.mem_get_info()[0] - awake < 2**20  # type: ignore[attr-defined]
+    assert asleep - torch.npu.mem_get_info()[0] >= CACHE_BYTES  # type: ignore[attr-defined]
     after = episodes(stage, seed=7, members=1)
     assert [s.token_ids for s in before] == [s.token_ids for s in after]
     assert gap(stage, after) < FITS

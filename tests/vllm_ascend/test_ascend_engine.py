@@ -102,6 +102,9 @@ def test_new_weights_are_sampled_with(stage: VllmStage, restored: None) -> None:
 
     def learn(seed: int) -> None:
         change(stage.policy.trainable().values(), seed)
+        with torch.no_grad():  # pictures are few tokens of this context: they must look different
+            for parameter in stage.policy.vision.parameters() if is_vision(stage.kind) else ():
+                parameter.neg_()
         stage.vision.weights_changed()
 
     learn(seed=1)
