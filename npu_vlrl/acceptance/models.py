@@ -1,0 +1,90 @@
+"""Models made on the spot: tiny ones as folders, and shallow ones with the widths of published models."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from npu_vlrl.acceptance.worker import Machine
+from npu_vlrl.config import Config, ModelConfig
+from npu_vlrl.estimate.outline import PUBLISHED
+from npu_vlrl.kernels.modules import attach
+from npu_vlrl.model.load import arranged, outline
+from npu_vlrl.model.policy import Policy
+from npu_vlrl.types import Sample, Segment, SegmentKind, SpecialTokens, StopReason
+
+LAYERS = 2
+"""Of a shallow model, of the tower as of the text."""
+NARROW = 2**10
+"""Ids of a shallow model where sizes are reduced."""
+REDUCED_WIDTH = 512
+"""Inner width of its layers there."""
+
+
+def tiny_config(kind: str, dtype: str, **sections: dict[str, object]) -> Config:
+    """The configuration of a training of a `tiny:` model that is large enough for vLLM's operators (heads of 32)."""
+    settings: dict[str, dict[str, object]] = {
+        "model": {"path": f"tiny:{kind}", "dtype": dtype},
+        "data": {"train": {"generator": "photo"}},
+        "rollout": {"cache_mib": 64},
+        "workflow": {"context_tokens": 512, "turn_tokens": 16},
+        "reward": {"rule": "tagged", "options": {"choices": ["up", "right", "down", "left"]}},
+        "sync": {"timeout_s": 60.0},
+    }
+    return Config.model_validate(
+        {name: settings.get(name, {}) | sections.get(name, {}) for name in {**settings, **sections}}
+    )
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as folder:
+        yield Path(folder)
+
+
+def shallow(machine: Machine, model: str, dtype: torch.dtype) -> Policy:
+    """The first `LAYERS` layers of a published model, with random weights, on this process's device."""
+    settings = json.loads((PUBLISHED / model / "config.json").read_text())
+    text, vision = settings["text_config"], settings["vision_config"]
+    text["num_hidden_layers"] = LAYERS
+    vision |= {"depth": LAYERS, "fullatt_block_indexes": [LAYERS - 1]}
+    if machine.reduced:
+        text |= {"vocab_size": NARROW, "intermediate_size": REDUCED_WIDTH}
+        vision |= {"intermediate_size": REDUCED_WIDTH}
+        settings |= {f"{name}_token_id": NARROW - 1 - i for i, name in enumerate(("image", "video"))}
+        settings |= {f"vision_{name}_token_id": NARROW - 3 - i for i, name in enumerate(("start", "end"))}
+    with scratch() as folder:
+        (folder / "config.json").write_text(json.dumps(settings))
+        made = outline(folder, dtype, machine.device)
+    attach(made)
+    made = arranged(made, ModelConfig(path=model, freeze_vision=True))
+    special = SpecialTokens(end_of_turn=(0,), image=settings["image_token_id"])
+    return Policy(made, special, text["vocab_size"], vision["spatial_merge_size"])
+
+
+def samples_of(policy: Policy, count: int, length: int, sampled: int) -> list[Sample]:
+    """`count` samples of `length` tokens that share nothing; the last `sampled` of each are trained."""
+    made = []
+    for number in range(count):
+        ids = [1 + (number * 7919 + 31 * i) % (policy.n_tokens - 8) for i in range(length)]
+        prompt, action = _segments(policy, ids, length - sampled)
+        name = f"sample/{number}"
+        made.append(Sample(name, name, (prompt, action), (1,), reward=0.0, outcome=0.0, episode=name))
+    return made
+
+
+def _segments(policy: Policy, ids: Sequence[int], split: int) -> tuple[Segment, Segment]:
+    special, after = policy.special, tuple(ids[split:])
+    return Segment(SegmentKind.PROMPT, tuple(ids[:split]), special), Segment(
+        SegmentKind.ACTION,
+        after,
+        special,
+        logprobs=(0.0,) * len(after),
+        weight_versions=(0,) * len(after),
+        stop_reason=StopReason.TURN_BUDGET,
+    )
