@@ -72,7 +72,7 @@ def _certificate(machine: Machine, config: Config, new_engine: NewEngine, told_l
         renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
         check = EngineGuard(engine, learner, Probe(loaded, renderer, config.workflow.context_tokens))
         first = check(0)
-        _randomise(loaded, std=0.04)
+        _randomise(loaded, std=0.09)
         vision.weights_changed()
         if told_late:
             _must_fail(check)
@@ -84,10 +84,10 @@ def _certificate(machine: Machine, config: Config, new_engine: NewEngine, told_l
 @torch.no_grad()
 def _randomise(loaded: LoadedModel, std: float) -> None:
     """Every weight, norms and biases too: what is left out by an engine then shows."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(int(1e3 * std))
     for parameter in loaded.policy.trainable().values():
-        noise = torch.randn(parameter.shape, generator=generator) * std
-        parameter.add_(noise.to(parameter))
+        noise = (torch.randn(parameter.shape, generator=generator) * std).to(parameter)
+        parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
 
 
 def _must_fail(check: EngineGuard) -> None:

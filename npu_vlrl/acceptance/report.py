@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_vlrl.acceptance.crew import Crew, Entry
-from npu_vlrl.acceptance.plan import FACTS, Check, checks
+from npu_vlrl.acceptance.plan import FACTS, ONE_DEVICE, Check, checks
 from npu_vlrl.disk import write_text
 from npu_vlrl.exit_codes import BAD_INPUT, DONE, FAILED
 
@@ -32,6 +33,8 @@ def write_report(file: Path) -> int:
     and no values of variables that may be secret.
     """
     report = _Report(file)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # kills the workers on its way
     with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as folder, _crews(Path(folder)) as do:
         facts = do(FACTS)
         if facts["status"] != "ok":
@@ -49,7 +52,7 @@ def write_report(file: Path) -> int:
 
 
 def _applied(check: Check, do: _Crews) -> Entry:
-    if check.function.startswith(("collectives:", "training:")) and check.ranks < 2:
+    if check.ranks == ONE_DEVICE:
         return {"status": "not tried", "detail": "takes two devices, and one is visible"}
     return do(check)
 
@@ -68,7 +71,7 @@ class _Crews:
         if self._crew is None:
             self._crew = Crew(check.ranks, self.environment, self._folder)
         entry = self._crew.do(check)
-        if entry["status"] == "failed":
+        if entry["status"] != "ok":  # what was refused may have left a mess, too: a capture that nobody ended
             self.close()
         return entry
 

@@ -81,7 +81,7 @@ def _run(
     found = case.call(run, *inputs)
     outputs = list(found) if isinstance(found, tuple) else [found]
     if outputs[0].requires_grad:
-        weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(x) for x in outputs]
+        weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(dtype).to(x) for x in outputs]
         torch.autograd.backward(outputs, weights)
     return [x.detach() for x in outputs], [x.grad for x in inputs if x.grad is not None]
 
