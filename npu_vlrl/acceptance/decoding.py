@@ -20,7 +20,7 @@ from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.rollout.rounds import Request
 from npu_vlrl.types import Generation, SamplingParams
 
-FEW, MANY = 4, 36
+FEW, MANY, MANY_REDUCED = 4, 36, 8
 """Tokens of the two rounds whose difference is timed: prefill and the first token are in both."""
 
 
@@ -110,6 +110,7 @@ def _decode(machine: Machine, policy: Policy, rows: int, context: int, capture: 
                 raise outcome
         return [outcome for outcome in outcomes if isinstance(outcome, Generation)]
 
-    drawn = play(MANY)  # the longest first: the batch that it makes serves both
-    many, few = (milliseconds(machine, lambda n=tokens: play(n)) for tokens in (MANY, FEW))  # type: ignore[misc]
-    return drawn, round((many - few) / (MANY - FEW), 4)
+    most = MANY_REDUCED if machine.reduced else MANY
+    drawn = play(most)  # the longest first: the batch that it makes serves both
+    many, few = (milliseconds(machine, lambda n=tokens: play(n)) for tokens in (most, FEW))  # type: ignore[misc]
+    return drawn, round((many - few) / (most - FEW), 4)

@@ -22,8 +22,16 @@ LAYERS = 2
 """Of a shallow model, of the tower as of the text."""
 NARROW = 2**10
 """Ids of a shallow model where sizes are reduced."""
-REDUCED_WIDTH = 512
-"""Inner width of its layers there."""
+REDUCED_TEXT = {
+    "vocab_size": NARROW,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""Heads of 128, as those of the published models."""
+REDUCED_TOWER = {"hidden_size": 160, "intermediate_size": 427, "num_heads": 2, "out_hidden_size": 512}
+"""Heads of 80."""
 
 
 def tiny_config(kind: str, dtype: str, **sections: dict[str, object]) -> Config:
@@ -54,8 +62,8 @@ def shallow(machine: Machine, model: str, dtype: torch.dtype) -> Policy:
     text["num_hidden_layers"] = LAYERS
     vision |= {"depth": LAYERS, "fullatt_block_indexes": [LAYERS - 1]}
     if machine.reduced:
-        text |= {"vocab_size": NARROW, "intermediate_size": REDUCED_WIDTH}
-        vision |= {"intermediate_size": REDUCED_WIDTH}
+        text |= REDUCED_TEXT
+        vision |= REDUCED_TOWER
         settings |= {f"{name}_token_id": NARROW - 1 - i for i, name in enumerate(("image", "video"))}
         settings |= {f"vision_{name}_token_id": NARROW - 3 - i for i, name in enumerate(("start", "end"))}
     with scratch() as folder:
