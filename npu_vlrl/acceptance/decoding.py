@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from npu_vlrl import kernels
-from npu_vlrl.acceptance.models import LAYERS, shallow
+from npu_vlrl.acceptance.models import LAYERS, shallow, token_ids
 from npu_vlrl.acceptance.ops import FULL, REDUCED, shapes_of
 from npu_vlrl.acceptance.plan import MODELS
 from npu_vlrl.acceptance.timing import milliseconds
@@ -98,7 +98,7 @@ def _decode(machine: Machine, policy: Policy, rows: int, context: int, capture: 
         requests = [
             Request(
                 -1 - row,
-                tuple(1 + (row * 13 + 7 * i) % (policy.n_tokens - 8) for i in range(context)),
+                token_ids(policy, row, context),
                 (),
                 SamplingParams(tokens, 1.0, seed=row),
             )

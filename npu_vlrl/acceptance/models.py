@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,20 +75,25 @@ def shallow(machine: Machine, model: str, dtype: torch.dtype) -> Policy:
     return Policy(made, special, text["vocab_size"], vision["spatial_merge_size"])
 
 
+def token_ids(policy: Policy, number: int, length: int) -> tuple[int, ...]:
+    """Some text, another one for each number, without placeholders of images."""
+    below = min(policy.n_tokens, policy.special.image or policy.n_tokens) - 8
+    return tuple(1 + (number * 7919 + 31 * place) % below for place in range(length))
+
+
 def samples_of(policy: Policy, count: int, length: int, sampled: int) -> list[Sample]:
     """`count` samples of `length` tokens that share nothing; the last `sampled` of each are trained."""
     made = []
     for number in range(count):
-        ids = [1 + (number * 7919 + 31 * i) % (policy.n_tokens - 8) for i in range(length)]
-        prompt, action = _segments(policy, ids, length - sampled)
+        prompt, action = _segments(policy, token_ids(policy, number, length), length - sampled)
         name = f"sample/{number}"
         made.append(Sample(name, name, (prompt, action), (1,), reward=0.0, outcome=0.0, episode=name))
     return made
 
 
-def _segments(policy: Policy, ids: Sequence[int], split: int) -> tuple[Segment, Segment]:
-    special, after = policy.special, tuple(ids[split:])
-    return Segment(SegmentKind.PROMPT, tuple(ids[:split]), special), Segment(
+def _segments(policy: Policy, ids: tuple[int, ...], split: int) -> tuple[Segment, Segment]:
+    special, after = policy.special, ids[split:]
+    return Segment(SegmentKind.PROMPT, ids[:split], special), Segment(
         SegmentKind.ACTION,
         after,
         special,
