@@ -85,9 +85,10 @@ def _cases(machine: Machine, op: str, dtype: str) -> list[tuple[str, parity.Case
 def _tried(machine: Machine, name: str, case: parity.Case, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     line: dict[str, Any] = {"case": name, "shapes": [list(shape) for shape in case.shapes]}
     try:
-        forward, backward = parity.differences(case, device, dtype, torch.float32)
+        drawn = parity.draw_inputs(case, dtype)
+        forward, backward = parity.differences(case, drawn, device, torch.float32)
         line |= {"forward": forward, "backward": backward}
-        inputs = [x.to(device) for x in parity.draw_inputs(case, dtype)]
+        inputs = [x.to(device) for x in drawn]
         run = kernels.op(case.op)
         with torch.no_grad():
             line["forward_ms"] = milliseconds(machine, lambda: case.call(run, *inputs))

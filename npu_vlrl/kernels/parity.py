@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +51,9 @@ def _compare(name: str, device: torch.device, dtype: torch.dtype) -> Parity:
     forward = backward = 0.0
     for case in CASES:
         if case.op == name:
-            ours = _run(case, op(name), device, dtype)
-            theirs = _run(case, reference_of(name), torch.device("cpu"), dtype)
+            drawn = draw_inputs(case, dtype)
+            ours = _run(case, op(name), device, drawn)
+            theirs = _run(case, reference_of(name), torch.device("cpu"), drawn)
             forward = max(forward, _error(ours[0], theirs[0]))
             backward = max(backward, _error(ours[1], theirs[1]))
     tolerance = TOLERANCES[dtype]
@@ -61,11 +62,14 @@ def _compare(name: str, device: torch.device, dtype: torch.dtype) -> Parity:
 
 
 def differences(
-    case: Case, device: torch.device, dtype: torch.dtype, reference_dtype: torch.dtype
+    case: Case, drawn: Sequence[Tensor], device: torch.device, reference_dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Errors of one case, forward and backward, see `Parity`; the reference computes in a dtype of its own."""
-    ours = _run(case, op(case.op), device, dtype)
-    theirs = _run(case, reference_of(case.op), torch.device("cpu"), dtype, reference_dtype)
+    """Errors of one case, forward and backward, see `Parity`, with what `draw_inputs` drew for it.
+
+    The reference computes in a dtype of its own.
+    """
+    ours = _run(case, op(case.op), device, drawn)
+    theirs = _run(case, reference_of(case.op), torch.device("cpu"), drawn, reference_dtype)
     return _error(ours[0], theirs[0]), _error(ours[1], theirs[1])
 
 
@@ -73,15 +77,15 @@ def _run(
     case: Case,
     run: Implementation,
     device: torch.device,
-    dtype: torch.dtype,
+    drawn: Sequence[Tensor],
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, gradients of the inputs that have one). The inputs are rounded to `dtype`."""
-    inputs = [x.to(device, compute_dtype or dtype).requires_grad_() for x in draw_inputs(case, dtype)]
+    """(outputs, gradients of the inputs that have one). The gradient of the outputs is rounded as the inputs are."""
+    inputs = [x.to(device, compute_dtype or x.dtype, copy=True).requires_grad_() for x in drawn]
     found = case.call(run, *inputs)
     outputs = list(found) if isinstance(found, tuple) else [found]
     if outputs[0].requires_grad:
-        weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(dtype).to(x) for x in outputs]
+        weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(drawn[0].dtype).to(x) for x in outputs]
         torch.autograd.backward(outputs, weights)
     return [x.detach() for x in outputs], [x.grad for x in inputs if x.grad is not None]
 
