@@ -86,6 +86,7 @@ def learners(machine: Machine, shard: bool) -> dict[str, Any]:
             loaded, vision = processes.load(own, folder / str(world.rank), machine.platform)
             samples = samples_of(loaded.policy, count=2 * world.size, length=32, sampled=8)
             learner = processes.new_learner(own, machine.platform, ranks, loaded.policy, vision)
+            assert learner.is_divided is own.train.shard
             losses[name] = [learner.supervise(samples, lr=1e-2) for _ in range(3)]
     gap = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     if not gap <= LOSS_TOLERANCE:
