@@ -9,7 +9,7 @@ import pytest
 
 from npu_vlrl import kernels
 from npu_vlrl.acceptance import crew, report
-from npu_vlrl.acceptance.plan import PATTERNS, checks
+from npu_vlrl.acceptance.plan import PATTERNS, Check, checks
 from npu_vlrl.acceptance.worker import NotTried
 from npu_vlrl.hardware.npu import NpuPlatform
 from tests.host_cann import environment
@@ -71,19 +71,20 @@ def _facts() -> dict[str, object]:
 
 def test_each_kind_of_failure_names_its_key(npu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     npu.setattr(crew, "GRACE_S", 1.0)
-    npu.setattr(crew, "START_S", 100.0)
     together = {"pattern": "all_reduce", "members": "all"}
     faults = [
         fault("wrong_op", "NPU_VLRL_REFERENCE_OPS=rms_norm", arguments={"op": "rms_norm", "dtype": "bfloat16"}),
         fault("crash", "rollout.record=false"),
         fault("wrong_sum", "train.learners=1", arguments=together, ranks=2),
         fault("damaged_bucket", "sync.through=disk", ranks=2),
+        Check("a pair", "tests.support.faults:good", "none", ranks=2),  # so that the next need not wait for a start
         fault("absent_rank", "NPU_VLRL_PROCESSES=1", arguments=together, ranks=2, deadline_s=2.0),
         fault("good"),
     ]
     code, found, lines = report_of(npu, tmp_path, faults)
-    assert code == 1 and found["failed"] == [check.name for check in faults[:-1]]
-    assert all(lines[check.name]["turned_off_by"] == check.turned_off_by for check in faults[:-1])
+    wrong = [check for check in faults if check.name not in ("good", "a pair")]
+    assert code == 1 and found["failed"] == [check.name for check in wrong]
+    assert all(lines[check.name]["turned_off_by"] == check.turned_off_by for check in wrong)
     assert "5.0e-02 off the reference" in lines["wrong_op"]["detail"]
     assert lines["crash"]["detail"] == "the process ended by signal SIGSEGV"
     assert "gives other numbers" in lines["wrong_sum"]["detail"]
@@ -91,7 +92,7 @@ def test_each_kind_of_failure_names_its_key(npu: pytest.MonkeyPatch, tmp_path: P
     assert "did not end within" in lines["absent_rank"]["detail"]
     assert "rank 1 of 2" in lines["absent_rank"]["detail"]
     assert lines["good"]["status"] == "ok"
-    assert Counter(line["status"] for line in found["checks"]) == {"failed": 5, "ok": 1}
+    assert Counter(line["status"] for line in found["checks"]) == {"failed": 5, "ok": 2}
 
 
 def test_an_op_that_is_turned_off_runs_as_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
