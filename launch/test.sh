@@ -44,7 +44,7 @@ case "${1:-}" in
     export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # `import torch` would look for CANN before the stand-in is there
     case "$suite" in
     --npu) set -- tests/npu -q -n 2 "$@" ;;
-    --vllm-ascend) set -- tests/vllm_ascend -q "$@" ;;
+    --vllm-ascend) set -- tests/vllm_ascend -q -n 2 --dist loadfile "$@" ;;
     --npu-packages)
         export NPU_VLRL_PLATFORM=cpu
         set -- -q -n 2 "$@"

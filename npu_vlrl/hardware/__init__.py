@@ -9,7 +9,18 @@ from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.hardware.cuda import CudaPlatform
 from npu_vlrl.hardware.npu import NpuPlatform, load_torch_npu
 
-__all__ = ["PLATFORMS", "VARIABLE", "HardwareError", "Memory", "Peak", "Platform", "Setting", "published", "select"]
+__all__ = [
+    "PLATFORMS",
+    "VARIABLE",
+    "HardwareError",
+    "Memory",
+    "Peak",
+    "Platform",
+    "Setting",
+    "published",
+    "select",
+    "to_report",
+]
 
 PLATFORMS: dict[str, type[Platform]] = {"npu": NpuPlatform, "cuda": CudaPlatform, "cpu": CpuPlatform}
 """In the order in which they are tried."""
@@ -34,6 +45,17 @@ def select() -> Platform:
             raise HardwareError(f"{VARIABLE}={wanted}, but {missing}")
         return platform
     return next(platform for platform in (make() for make in PLATFORMS.values()) if platform.missing() is None)
+
+
+def to_report() -> Platform:
+    """The platform of `npu-vlrl doctor --ascend-report`: Ascend NPUs, unless `NPU_VLRL_PLATFORM` names another one.
+
+    Raises HardwareError where it cannot be used: a machine whose NPUs are not found is not reported as a CPU.
+    """
+    platform = select() if os.environ.get(VARIABLE) else NpuPlatform()
+    if problem := platform.missing():
+        raise HardwareError(problem)
+    return platform
 
 
 def published(name: str) -> tuple[str, Peak]:

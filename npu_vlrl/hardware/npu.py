@@ -21,6 +21,9 @@ from npu_vlrl.hardware.base import HardwareError, Peak, Recorder, Setting
 LIBRARIES = ("libascendcl.so", "libhccl.so")
 """Of CANN: the runtime and the collectives. torch_npu links both."""
 
+CAPTURE = "aclmdlRICaptureGetInfo"
+"""The runtime's function that torch_npu asks whether a graph is being captured; older CANN lacks it."""
+
 DEVICE_FILES = "/dev/davinci[0-9]*"
 """What the driver makes, one a device; a container has those that were handed to it."""
 
@@ -165,8 +168,10 @@ class NpuPlatform(Accelerator):
         super()._set_allocator(next(one for one in settings.split(",") if one.startswith(SEGMENTS)))
 
     def recorder(self) -> Recorder | None:
-        """None where this CANN records nothing, or the queue of launches forbids it."""
-        if os.environ.get("TASK_QUEUE_ENABLE") == "2":
+        """None where this CANN records nothing, or the queue of launches forbids it. It is not even tried without the
+        function: torch_npu 2.10 would ask for it in every allocation afterwards.
+        """
+        if os.environ.get("TASK_QUEUE_ENABLE") == "2" or not hasattr(ctypes.CDLL(LIBRARIES[0]), CAPTURE):
             return None
         record = super().recorder()
         assert record is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +51,9 @@ def _compare(name: str, device: torch.device, dtype: torch.dtype) -> Parity:
     forward = backward = 0.0
     for case in CASES:
         if case.op == name:
-            ours = _run(case, op(name), device, dtype)
-            theirs = _run(case, reference_of(name), torch.device("cpu"), dtype)
+            drawn = draw_inputs(case, dtype)
+            ours = _run(case, op(name), device, drawn)
+            theirs = _run(case, reference_of(name), torch.device("cpu"), drawn)
             forward = max(forward, _error(ours[0], theirs[0]))
             backward = max(backward, _error(ours[1], theirs[1]))
     tolerance = TOLERANCES[dtype]
@@ -60,19 +61,39 @@ def _compare(name: str, device: torch.device, dtype: torch.dtype) -> Parity:
     return Parity(label, forward, backward, tolerance, max(forward, backward) <= tolerance)
 
 
+def differences(
+    case: Case, drawn: Sequence[Tensor], device: torch.device, reference_dtype: torch.dtype
+) -> tuple[float, float]:
+    """Errors of one case, forward and backward, see `Parity`, with what `draw_inputs` drew for it.
+
+    The reference computes in a dtype of its own.
+    """
+    ours = _run(case, op(case.op), device, drawn)
+    theirs = _run(case, reference_of(case.op), torch.device("cpu"), drawn, reference_dtype)
+    return _error(ours[0], theirs[0]), _error(ours[1], theirs[1])
+
+
 def _run(
-    case: Case, run: Implementation, device: torch.device, dtype: torch.dtype
+    case: Case,
+    run: Implementation,
+    device: torch.device,
+    drawn: Sequence[Tensor],
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, gradients of the inputs that have one)"""
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in case.shapes]
-    inputs = [x.to(device).requires_grad_() for x in drawn]
+    """(outputs, gradients of the inputs that have one). The gradient of the outputs is rounded as the inputs are."""
+    inputs = [x.to(device, compute_dtype or x.dtype, copy=True).requires_grad_() for x in drawn]
     found = case.call(run, *inputs)
     outputs = list(found) if isinstance(found, tuple) else [found]
     if outputs[0].requires_grad:
-        weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(x) for x in outputs]
+        weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(drawn[0].dtype).to(x) for x in outputs]
         torch.autograd.backward(outputs, weights)
     return [x.detach() for x in outputs], [x.grad for x in inputs if x.grad is not None]
+
+
+def draw_inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
+    """On the host, the same in each process."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in case.shapes]
 
 
 def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from npu_vlrl import kernels
+from npu_vlrl.hardware import HardwareError
 from npu_vlrl.kernels import cuda, npu, table  # noqa: F401  (they fill the table before the fixture puts a copy there)
 from tests.kernels.test_triton_available import install, run_beside
 
@@ -31,6 +32,7 @@ OPS = (
 def clean_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(table, "_table", {name: dict(found) for name, found in table._table.items()})
     monkeypatch.setattr(table, "_platform", table.REFERENCE)
+    monkeypatch.setattr(table, "_turned_off", frozenset())
     yield
 
 
@@ -125,3 +127,19 @@ def test_unknown_op() -> None:
 def test_wrong_registrations(name: str, platform: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         kernels.register(name, platform)
+
+
+def test_ops_are_turned_off_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.use("npu")
+    assert kernels.active()["rms_norm"] == "npu"
+    monkeypatch.setenv("NPU_VLRL_REFERENCE_OPS", " rms_norm,swiglu ")
+    kernels.use("npu")
+    assert kernels.op("rms_norm") is table.reference_of("rms_norm")
+    assert {kernels.active()[name] for name in ("rms_norm", "swiglu")} == {"reference"}
+    assert kernels.active()["rotary"] == "npu"
+
+
+def test_a_name_that_is_no_op_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_VLRL_REFERENCE_OPS", "rms_norm,softmax")
+    with pytest.raises(HardwareError, match="names softmax, and the ops are add_at, .*write their names with commas"):
+        kernels.use("reference")
