@@ -3,6 +3,7 @@
 # shellcheck shell=bash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+mkdir -p build # where the locks of the environments are
 
 fail() { # MESSAGE: bad input or missing hardware
     printf '%s: %s\n' "${0##*/}" "$1" >&2
@@ -47,7 +48,7 @@ prepare() (
     pip_install "$1" -r "$2"
     pip_install "$1" --no-deps -e .
     stamp "$2" pyproject.toml >"$1/installed-base"
-) 9<launch/common.sh
+) 9>"build/$1.lock"
 
 # ENVIRONMENT: torch and torch-npu on x86_64, where torch-npu asks for a build of torch that the public index lacks. With
 # an index that has it (PIP_EXTRA_INDEX_URL) that one is taken; else the one for NVIDIA GPUs, without NVIDIA's packages.
@@ -67,7 +68,7 @@ add() ( # ENVIRONMENT REQUIREMENTS [pip's options]: installs more into a prepare
     echo "adding $2 to $1" >&2
     pip_install "$1" -r "$2" "${@:3}"
     stamp "$2" >"$1/installed-${2%.txt}"
-) 9<launch/common.sh
+) 9>"build/$1.lock"
 
 has() { # ENVIRONMENT PACKAGE [VERSION]
     [[ -x $1/bin/python ]] && "$1/bin/python" -c 'import importlib.metadata as packages, sys

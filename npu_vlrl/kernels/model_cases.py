@@ -108,8 +108,9 @@ def _decoding(shapes: Shapes, amounts: Amounts) -> tuple[Case, ...]:
 def _kept(run: Implementation, q: Tensor, keys: Tensor, values: Tensor, news: list[int]) -> Tensor:
     """Rows of very different lengths, the shortest of which has its new tokens alone."""
     rows, room = keys.shape[:2]
-    lengths = torch.linspace(max(news), room, rows).int().to(q.device)
-    return run(q, keys, values, Rows.of(lengths, news, room, room), q.shape[2] ** -0.5)
+    lengths = torch.linspace(max(news), room, rows).int()
+    of = Rows.of(lengths.to(q.device), news, room, room, lengths.tolist())
+    return run(q, keys, values, of, q.shape[2] ** -0.5)
 
 
 def _layers(shapes: Shapes, amounts: Amounts) -> tuple[Case, ...]:

@@ -92,7 +92,7 @@ def test_the_version_of_the_nvidia_driver(
 # Releases of transformers
 
 REPOSITORY = Path(__file__).parents[2]
-READERS = ("requirements-transformers4.txt", "requirements-vllm-ascend.txt")
+READERS = ("requirements-transformers4.txt",)
 """Environments that the project itself does not run in."""
 
 

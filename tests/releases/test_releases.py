@@ -43,7 +43,10 @@ class Side:
 
 
 def run(python: str, *arguments: str | Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # `import torch` would look for CANN where torch_npu is
+    }
     subprocess.run(
         [python, "-m", "tests.releases.trainings", *arguments],
         env=environment, cwd=REPOSITORY, check=True, timeout=PATIENCE_S,
