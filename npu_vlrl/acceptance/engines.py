@@ -42,7 +42,7 @@ def inprocess(machine: Machine, kind: str) -> dict[str, Any]:
 
 def vllm(machine: Machine, kind: str) -> dict[str, Any]:
     """vLLM in this process, before an update, after it while nobody has told vLLM, and after it is told."""
-    if problem := machine.platform.against_vllm():
+    if problem := machine.platform.against_vllm("bfloat16"):
         raise NotTried(f"rollout.engine=vllm {problem}")
     config = tiny_config(kind, "bfloat16", rollout={"engine": "vllm"}, algorithm=_limit("bfloat16"))
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from npu_vlrl.hardware.accelerator import SEGMENTS, Accelerator
-from npu_vlrl.hardware.base import HardwareError, Peak, Recorder, Setting
+from npu_vlrl.hardware.base import HardwareError, Memory, Peak, Recorder, Setting
 
 LIBRARIES = ("libascendcl.so", "libhccl.so")
 """Of CANN: the runtime and the collectives. torch_npu links both."""
@@ -166,6 +166,11 @@ class NpuPlatform(Accelerator):
     def _set_allocator(self, settings: str) -> None:
         """This one of them alone, as older versions refuse the others here."""
         super()._set_allocator(next(one for one in settings.split(",") if one.startswith(SEGMENTS)))
+
+    def memory(self, index: int = 0) -> Memory:
+        """torch_npu 2.10 asks about the device in use, whichever it is told, and fails where none is."""
+        with self.api().device(index):
+            return super().memory(index)
 
     def recorder(self) -> Recorder | None:
         """None where this CANN records nothing, or the queue of launches forbids it. It is not even tried without the

@@ -47,11 +47,14 @@ def environment(devices: int | None = None, memory_mib: int | None = None) -> di
     What is not given is as in this process's environment, or as `start()` has it.
     """
     paths = [str(Path(__file__).parent / "startup"), str(_ROOT), os.environ.get("PYTHONPATH", "")]
+    here = {"HOST_CANN_DEVICES": devices, "HOST_CANN_MEMORY_MIB": memory_mib}
+    given = {name: str(value) for name, value in here.items() if value is not None}
     return {
         **_DEFAULTS,
         "NPU_VLRL_HOST_CANN": "1",
-        "HOST_CANN_DEVICES": str(devices or os.environ.get("HOST_CANN_DEVICES", 2)),
-        "HOST_CANN_MEMORY_MIB": str(memory_mib or os.environ.get("HOST_CANN_MEMORY_MIB", 4096)),
+        "HOST_CANN_DEVICES": os.environ.get("HOST_CANN_DEVICES", "2"),
+        "HOST_CANN_MEMORY_MIB": os.environ.get("HOST_CANN_MEMORY_MIB", "4096"),
+        **given,
         "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(paths))),
     }
 

@@ -29,6 +29,7 @@ EMPTY = (
 SOURCES: dict[str, tuple[str, ...]] = {
     "libascendcl.so": ("ascendcl.c", "ascendcl_memory.c", "ascendcl_ipc.c", "ascendcl_absent.c"),
     "libhccl.so": ("hccl.c", "hccl_collectives.c", "hccl_letters.c"),
+    "libhcomm.so": ("hcomm.c",),
     # torch_npu is linked against these four, and takes from them what libascendcl defines here.
     "libacl_op_compiler.so": (),
     "libge_runner.so": (),

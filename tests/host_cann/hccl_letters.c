@@ -59,12 +59,44 @@ static int exchange(struct communicator *comm, const char *name, struct letter *
     return SUCCESS;
 }
 
+/* Between the two calls of libhcomm, sends and receives are only noted; the last call exchanges them all at once. */
+static _Thread_local struct {
+    int depth;
+    struct communicator *comm;
+    uint32_t count;
+    struct letter letters[2 * MAX_RANKS];
+} group;
+
+static int one(struct communicator *comm, const char *name, struct letter letter) {
+    if (!group.depth) return exchange(comm, name, &letter, 1);
+    if (group.comm && group.comm != comm) return host_cann_fail(E_PARA, "%s: a group of two communicators", name);
+    if (group.count == 2 * MAX_RANKS) return host_cann_fail(E_PARA, "%s: more than %u in a group", name, group.count);
+    group.comm = comm;
+    group.letters[group.count++] = letter;
+    return SUCCESS;
+}
+
+int host_cann_group_start(void) {
+    group.depth++;
+    return SUCCESS;
+}
+
+int host_cann_group_end(void) {
+    if (!group.depth) return host_cann_fail(E_PARA, "HcclGroupEnd without HcclGroupStart");
+    if (--group.depth || !group.count) return SUCCESS;
+    uint32_t count = group.count;
+    struct communicator *comm = group.comm;
+    group.count = 0;
+    group.comm = NULL;
+    return exchange(comm, "HcclGroupEnd", group.letters, count);
+}
+
 int HcclSend(void *buffer, uint64_t count, int type, uint32_t peer, void *comm, void *stream) {
-    return exchange(comm, "HcclSend", &(struct letter){true, buffer, count, type, peer, 0}, 1);
+    return one(comm, "HcclSend", (struct letter){true, buffer, count, type, peer, 0});
 }
 
 int HcclRecv(void *buffer, uint64_t count, int type, uint32_t peer, void *comm, void *stream) {
-    return exchange(comm, "HcclRecv", &(struct letter){false, buffer, count, type, peer, 0}, 1);
+    return one(comm, "HcclRecv", (struct letter){false, buffer, count, type, peer, 0});
 }
 
 struct send_recv_item { /* HcclSendRecvItem */

@@ -184,6 +184,7 @@ def test_torch_npu_says_why_there_is_no_device():
 SEGMENTS = """
 import torch, torch_npu
 MIB = 1 << 20
+torch.npu.set_device(0)
 def free(): return torch.npu.mem_get_info()[0] // MIB
 before = free()
 held = [torch.full((8 * MIB,), i, dtype=torch.uint8, device="npu") for i in range(4)]

@@ -187,6 +187,13 @@ def test_memory_of_a_small_device() -> None:
     assert python(code, environment(devices=1, memory_mib=256)).stdout == "256\nTrue\n"
 
 
+def test_memory_is_that_of_the_device_asked_about(npu: NpuPlatform) -> None:
+    held = torch.empty(64 << 20, dtype=torch.uint8, device="npu:1")
+    assert npu.memory(0).free - npu.memory(1).free >= held.nbytes and torch.npu.current_device() == 0
+    del held
+    torch.npu.empty_cache()
+
+
 def test_random_numbers_repeat(npu: NpuPlatform) -> None:
     state = npu.rng_state()
     assert state.dtype == torch.uint8 and state.ndim == 1
@@ -230,8 +237,9 @@ def test_the_attention_of_decoding_is_tried_before_it_is_recorded(
     """What op-plugin says of its fused attention and graphs differs between versions. The operator is the real one."""
     monkeypatch.setattr(npu, "recorder", lambda: recorder)
     called: list[str] = []
-    fused = torch.ops.npu.npu_fusion_attention
-    monkeypatch.setattr(torch.ops.npu, "npu_fusion_attention", lambda *a, **k: called.append("it") or fused(*a, **k))
+    name = "npu_fused_infer_attention_score"
+    fused = getattr(torch.ops.npu, name)
+    monkeypatch.setattr(torch.ops.npu, name, lambda *a, **k: called.append("it") or fused(*a, **k))
     kernels.use("npu")
     try:
         assert records(npu, npu.device(), torch.bfloat16) is used

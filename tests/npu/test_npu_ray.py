@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_learner_and_engine_train_on_them(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ") has rank 0, 1 on NPU 4, 5\n" in ended.stderr
-    assert ended.stdout.startswith("npu: 1 x "), ended.stdout
+    assert re.search(r"^npu: 1 x ", ended.stdout, re.MULTILINE), ended.stdout  # Gloo of torch 2.10 says something first
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "grad_norm" in line]
     assert len(steps) == 2 and all(step["sync/bytes"] > 0 and step["logprob_gap"] < 1e-4 for step in steps)

@@ -51,10 +51,10 @@ def tell(stage: VllmStage, version: int) -> None:
 
 
 @torch.no_grad()
-def change(parameters: Iterable[Tensor], seed: int) -> None:
+def change(parameters: Iterable[Tensor], seed: int, size: float = 0.02) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
-        parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.02).to(parameter))
+        parameter.add_((torch.randn(parameter.shape, generator=generator) * size).to(parameter))
 
 
 def looks(stage: VllmStage) -> list[Any]:

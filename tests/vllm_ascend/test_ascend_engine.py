@@ -101,7 +101,7 @@ def test_new_weights_are_sampled_with(stage: VllmStage, restored: None) -> None:
         return gap(stage, [answered(stage, context, *generate_all(stage, [(context, params(3))]))])
 
     def learn(seed: int) -> None:
-        change(stage.policy.trainable().values(), seed)
+        change(stage.policy.trainable().values(), seed, size=0.04)
         with torch.no_grad():  # pictures are few tokens of this context: they must look different
             for parameter in stage.policy.vision.parameters() if is_vision(stage.kind) else ():
                 parameter.neg_()
