@@ -116,5 +116,6 @@ else
     run ruff check .
     run ruff format --check .
     run mypy
-    run pytest -q -n 2 --dist loadfile # what a file's tests share is made once
+    # what the tests of a file share is made once; in their order, as the longest files have few tests and come early
+    run pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 fi

@@ -52,11 +52,9 @@ def test_learner_and_engine_on_two_machines_repeat_the_run_of_one_process(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []  # no mark is left
 
 
-def test_a_killed_engine_is_started_again_and_the_run_ends_as_an_unbroken_one(
-    alone: Path, tmp_path: Path, cluster: str
-) -> None:
+def test_a_killed_engine_is_started_again_and_the_run_ends_as_an_unbroken_one(alone: Path, tmp_path: Path) -> None:
     killer = KILLER.format(run=str(tmp_path / "run")).replace("RANK=2", "RANK=1")
-    driver = drive(tmp_path, cluster, "ray.restarts=1", reward=killer)
+    driver = drive(tmp_path, "ray.restarts=1", reward=killer)
     assert driver.wait(PATIENCE_S) == 0, driver.said()
     assert (tmp_path / "run.killed").exists()
     said = driver.err.read_text()

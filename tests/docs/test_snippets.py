@@ -51,7 +51,7 @@ RUNS = (
 )
 MODEL = "MODEL"
 SCRIPTS = ("launch/test.sh", "launch/install_npu.sh", "launch/check_requirements.sh", ".ci/run")
-OTHERS = {"python", "python3.11", "pip", "export", "ray", "grep", "eval", "lmms-eval"}
+OTHERS = {"python", "python3.11", "pip", "export", "source", "ray", "grep", "eval", "lmms-eval"}
 """What else a block may start. Only `python FILE` is run."""
 SMALL = (
     *("train.steps=1", "rollout.groups=2", "rollout.group_size=2", "evaluation.tasks=2"),
