@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,12 @@ from tests.host_cann import environment
 from tests.support.reports import fault, report_of
 
 
+@pytest.fixture(autouse=True)
+def reference() -> Iterator[None]:
+    yield
+    kernels.use("reference")
+
+
 @pytest.fixture
 def npu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """For the workers; two devices."""
@@ -27,8 +35,9 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.timeout(900)
 def test_the_whole_report(npu: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """But for vLLM, which tests/vllm_ascend samples with."""
-    planned = [check for check in checks(_facts()) if not check.name.startswith("vLLM")]
+    """But for vLLM, which tests/vllm_ascend samples with; of two models and of ops in other dtypes, one is enough here."""
+    left_out = re.compile(r"vLLM|.* of Qwen2.5-VL-7B|op (?!rms_norm).* in float(32|16)$")
+    planned = [check for check in checks(_facts()) if not left_out.match(check.name)]
     code, found, lines = report_of(npu, tmp_path, planned)
     assert {name: line["detail"] for name, line in lines.items() if line["status"] == "failed"} == {}
     assert (code, found["complete"], found["platform"], found["failed"]) == (0, True, "npu", [])
@@ -111,8 +120,7 @@ def test_vllm_is_not_tried_where_it_is_not_installed(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NPU_VLRL_PLATFORM", "npu")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(NpuPlatform, "against_vllm", lambda self: "needs vllm-ascend in this environment")
-    with pytest.raises(NotTried, match="rollout.engine=vllm needs vllm-ascend in this environment"):
+    monkeypatch.setattr(NpuPlatform, "against_vllm", lambda self, dtype: f"needs more than {dtype}")
+    with pytest.raises(NotTried, match="rollout.engine=vllm needs more than bfloat16"):
         engines.vllm(Machine(), "qwen3")
-    kernels.use("reference")
     assert report.LIMIT_S > 600
