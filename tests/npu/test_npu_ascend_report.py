@@ -35,7 +35,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.timeout(900)
 def test_the_whole_report(npu: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """But for vLLM, which tests/vllm_ascend samples with; of two models and of ops in other dtypes, one is enough here."""
+    """But for vLLM, which tests/vllm_ascend samples with. Of models, and of ops in other dtypes, one is enough."""
     left_out = re.compile(r"vLLM|.* of Qwen2.5-VL-7B|op (?!rms_norm).* in float(32|16)$")
     planned = [check for check in checks(_facts()) if not left_out.match(check.name)]
     code, found, lines = report_of(npu, tmp_path, planned)
