@@ -12,7 +12,9 @@ else:
 
     os.environ["NPU_VLRL_PLATFORM"] = "npu"
     os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # as the launch scripts do
-    host_cann.start(memory_mib=host_cann.ROOMY_MIB)
+    # also for processes of vLLM's own, such as the one that inspects a class of models for the first time
+    os.environ.update(host_cann.environment(memory_mib=host_cann.ROOMY_MIB))
+    host_cann.start()
 
     from npu_vlrl import kernels
     from npu_vlrl.rollout.vllm import import_vllm
