@@ -35,7 +35,6 @@ print()'
 
 # requirements-sinks.txt is left out: a package of SwanLab's has no wheel. CI installs it (launch/test.sh --sinks).
 python=$(find_python)
-mkdir -p build
 (($#)) || set -- requirements-cpu.txt:x86_64 requirements-cpu.txt:aarch64 requirements-gpu.txt:x86_64 \
     requirements-npu.txt:x86_64 requirements-npu.txt:x86_64:3.12 requirements-npu.txt:aarch64 \
     requirements-npu.txt:aarch64:3.12 \

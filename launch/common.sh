@@ -3,7 +3,7 @@
 # shellcheck shell=bash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-mkdir -p build # where the locks of the environments are
+mkdir -p build # for locks of environments, and what scripts note
 
 fail() { # MESSAGE: bad input or missing hardware
     printf '%s: %s\n' "${0##*/}" "$1" >&2
@@ -58,8 +58,13 @@ torch_for_npu() {
     "$1/bin/python" launch/torch_without_cuda.py
 }
 
-prepare_npu() { # makes .venv-npu, or adds what it lacks: all that needs neither CANN nor an index of its own
-    bash launch/install_npu.sh wheels vllm vllm-ascend >/dev/null
+# ENVIRONMENT REQUIREMENTS: as `prepare`; .venv-npu also gets what needs neither CANN nor an index of its own.
+prepare_whole() {
+    if [[ $1 == .venv-npu ]]; then
+        bash launch/install_npu.sh wheels vllm vllm-ascend >/dev/null
+    else
+        prepare "$1" "$2"
+    fi
 }
 
 add() ( # ENVIRONMENT REQUIREMENTS [pip's options]: installs more into a prepared environment
@@ -83,10 +88,8 @@ except packages.PackageNotFoundError:
 # nothing installed into it (a container image's own, say), or that of an environment prepared here.
 choose_python() {
     python=${NPU_VLRL_PYTHON:-$1/bin/python}
-    if [[ -z ${NPU_VLRL_PYTHON:-} && $1 == .venv-npu ]]; then
-        prepare_npu
-    elif [[ -z ${NPU_VLRL_PYTHON:-} ]]; then
-        prepare "$1" "$2"
+    if [[ -z ${NPU_VLRL_PYTHON:-} ]]; then
+        prepare_whole "$1" "$2"
     elif ! "$python" --version >/dev/null 2>&1; then
         fail "NPU_VLRL_PYTHON=$python is not a Python; name one that has the packages of $2"
     fi

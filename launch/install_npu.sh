@@ -92,7 +92,6 @@ step_mindspeed() { # without dependencies: its tokenizers is older than that of 
 # Adds what the project imports and the image lacks. All that the image has is a constraint: pip changes none of it.
 step_image() {
     local python=${NPU_VLRL_PYTHON:-python3} here=build/image.txt name missing=()
-    mkdir -p build
     "$python" -m pip list --disable-pip-version-check --format=freeze >"$here"
     grep -qiE '^torch[-_]npu==' "$here" || fail "$python has no torch-npu, so it is not that of an image for NPUs. Name \
 another one: NPU_VLRL_PYTHON=/path/to/python; or make an environment: bash launch/install_npu.sh"

@@ -19,7 +19,7 @@
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 prepare_tests() { # ENVIRONMENT REQUIREMENTS
-    if [[ $1 == .venv-npu ]]; then prepare_npu; else prepare "$1" "$2"; fi
+    prepare_whole "$1" "$2"
     add "$1" requirements-dev.txt
     add "$1" requirements-test-data.txt --no-deps
 }

@@ -76,13 +76,14 @@ def diagnose() -> dict[str, Any]:
         "exit_code": GOOD if all(check["ok"] for check in checks) else CHECK_FAILED,
         "platform": platform.name,
         "versions": report["versions"] | platform.versions(),
-        "devices": [_device(platform, index) for index in range(platform.device_count())],
+        "devices": [device_facts(platform, index) for index in range(platform.device_count())],
         "kernels": kernels.active(),
         "checks": checks,
     }
 
 
-def _device(platform: Platform, index: int) -> dict[str, Any]:
+def device_facts(platform: Platform, index: int) -> dict[str, Any]:
+    """Name, number, memory in bytes and peaks of a device; memory is None where it does not answer."""
     try:
         memory = platform.memory(index)
     except RuntimeError:  # a device that does not answer; its check says so
@@ -101,8 +102,8 @@ def _device(platform: Platform, index: int) -> dict[str, Any]:
 
 def _checks(platform: Platform) -> Iterator[Check]:
     for index in range(platform.device_count()):
-        yield _tried(f"device {index}", partial(_compute, platform, index), "look at it with the vendor's tool")
-    yield _tried("streams", partial(_streams, platform), "update the driver")
+        yield _tried(f"device {index}", partial(compute, platform, index), "look at it with the vendor's tool")
+    yield _tried("streams", partial(streams, platform), "update the driver")
     yield _tried("recording", partial(_recording, platform), "set rollout.record=false, and update the driver")
     yield from _kernel_checks(platform)
     yield _tried(
@@ -120,15 +121,19 @@ def _tried(name: str, attempt: Callable[[], str], remedy: str) -> Check:
         return Check(name, False, str(error).strip() or type(error).__name__, remedy)
 
 
-def _compute(platform: Platform, index: int) -> str:
+def compute(platform: Platform, index: int) -> str:
+    """Adds on the device, which stays the current one, and copies to it and back. Raises HardwareError if wrong."""
     platform.set_device(index)
-    numbers = torch.arange(1, 101, dtype=torch.float32, device=platform.device(index))
+    numbers = torch.arange(1, 101, dtype=torch.float32).to(platform.device(index))
     _expect("the sum of 1 to 100", numbers.sum().item(), 5050.0)
+    _expect("the sum of what was copied back", sum((numbers * 2).tolist()), 10100.0)
     return f"{platform.device_name(index)}: adds up"
 
 
-def _streams(platform: Platform) -> str:
-    """Work on a second stream, between events, is seen by the first."""
+def streams(platform: Platform) -> str:
+    """Doubles numbers on a second stream of the first device, between events. Raises HardwareError where the first
+    stream sees others.
+    """
     platform.set_device(0)
     second = platform.stream()
     if second is None:

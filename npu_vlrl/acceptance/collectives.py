@@ -13,7 +13,7 @@ from torch import Tensor
 from npu_vlrl.acceptance.worker import Failed, Machine
 
 Found = tuple[Tensor, Tensor]
-"""What came, and what should have come."""
+"""Numbers that a collective gave, and those that it should have given."""
 
 
 def pattern(machine: Machine, pattern: str, members: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def pattern(machine: Machine, pattern: str, members: str) -> dict[str, Any]:
 
 
 def _of(rank: int, like: Tensor, me: int) -> Tensor:
-    """What `pattern` gives rank number `rank` of the group."""
+    """Numbers that `pattern` gives rank number `rank` of the group."""
     return (like.double() + (rank - me)).to(like.dtype)
 
 

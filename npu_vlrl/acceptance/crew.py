@@ -18,14 +18,14 @@ from typing import IO, Any
 from npu_vlrl.acceptance.plan import Check
 
 Entry = dict[str, Any]
-"""What a check found: `status` ("ok", "failed" or "not tried"), `detail`, and numbers of its own."""
+"""Result of a check: `status` ("ok", "failed" or "not tried"), `detail`, and numbers of its own."""
 
 START_S = 180.0
 """A worker that has just been started imports its libraries and opens its device first."""
 GRACE_S = 3.0
-"""How long others may still say why, once one has failed."""
+"""Seconds in which the others may still say why, once one has failed."""
 LINES = 15
-"""Of what a process said last, in the report."""
+"""Number of the last lines of a process that the report holds."""
 
 
 class Crew:
@@ -62,7 +62,9 @@ class Crew:
         return process
 
     def do(self, check: Check) -> Entry:
-        """What came of a check. After any other status than "ok" the crew is of no more use, and should be closed."""
+        """Does a check, and returns its result. After any other status than "ok" the crew is of no more use, and should
+        be closed.
+        """
         began = time.monotonic()
         limit = check.deadline_s + (START_S if self.fresh else 0.0)
         self.fresh = False

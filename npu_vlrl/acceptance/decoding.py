@@ -84,13 +84,13 @@ def decode_step(machine: Machine, model: str) -> dict[str, Any]:
 
 
 def _first_logprobs(x: Generation, y: Generation) -> list[tuple[float, float]]:
-    """Those of the tokens up to the first that differs: after it the two have other contexts."""
+    """Pairs of log-probabilities, of the tokens up to the first that differs: after it the two have other contexts."""
     same = next((i for i, (a, b) in enumerate(zip(x.token_ids, y.token_ids, strict=True)) if a != b), len(x.token_ids))
     return list(zip(x.logprobs[:same], y.logprobs[:same], strict=True))
 
 
 def _decode(machine: Machine, policy: Policy, rows: int, context: int, capture: bool) -> tuple[list[Generation], float]:
-    """What was drawn, and milliseconds of a step."""
+    """Draws tokens; returns them, and milliseconds of a step."""
     new_recorder = machine.platform.recorder if capture else lambda: None
     engine = InProcessEngine(policy, VisionFeatures(policy, None, 0), 2**32, new_recorder)
 

@@ -18,7 +18,7 @@ SLACK = 2**26
 """Bytes that the allocator may take beyond twice what is used: it takes memory in blocks."""
 
 CLOSE = 1.35
-"""How far the measured peak may be from the estimate, either way."""
+"""Largest factor between the measured peak and the estimate, either way."""
 
 
 def allocator(machine: Machine) -> dict[str, Any]:

@@ -12,14 +12,14 @@ import torch
 
 from npu_vlrl.acceptance.worker import Machine
 from npu_vlrl.config import Config, ModelConfig
-from npu_vlrl.estimate.outline import PUBLISHED
+from npu_vlrl.estimate import PUBLISHED
 from npu_vlrl.kernels.modules import attach
 from npu_vlrl.model.load import arranged, outline
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import Sample, Segment, SegmentKind, SpecialTokens, StopReason
 
 LAYERS = 2
-"""Of a shallow model, of the tower as of the text."""
+"""Number of layers of a shallow model, in the tower as in the text."""
 NARROW = 2**10
 """Ids of a shallow model where sizes are reduced."""
 REDUCED_TEXT = {

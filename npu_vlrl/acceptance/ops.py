@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import npu_vlrl
 from npu_vlrl import kernels
 from npu_vlrl.acceptance.plan import MODELS, TRAINED, UNUSED
 from npu_vlrl.acceptance.timing import milliseconds
 from npu_vlrl.acceptance.worker import Failed, Machine, NotTried
+from npu_vlrl.estimate import PUBLISHED
 from npu_vlrl.kernels import parity
 from npu_vlrl.kernels.model_cases import Amounts, Shapes, Tower, cases
 
-PUBLISHED = Path(npu_vlrl.__file__).parent / "estimate" / "published"
-"""`estimate.outline` has it, too, but imports transformers, for which ops need not wait."""
-
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 2e-3}
-"""Of the largest value, see `parity.TOLERANCES`; the reference computes in float32 from the same rounded inputs."""
+"""Largest errors by dtype, as fractions of the largest value (see `parity.TOLERANCES`). The reference computes in
+float32 from the same rounded inputs."""
 
 FULL = Amounts(tokens=2048, patches=1024, rows=32, room=2048, scored=256)
 REDUCED = Amounts(tokens=96, patches=64, rows=3, room=128, scored=16)

@@ -62,7 +62,7 @@ class Machine:
     @cached_property
     def reduced(self) -> bool:
         """Whether sizes are reduced: on a CPU, and on devices of less than `LARGE` bytes, such as stand-ins."""
-        memory = self.platform.memory(0)
+        memory = self.platform.memory(self.device.index or 0)
         return memory is None or memory.total < LARGE
 
     @cached_property

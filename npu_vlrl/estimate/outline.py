@@ -9,12 +9,10 @@ from pathlib import Path
 
 from npu_vlrl.config import ConfigError, ModelConfig
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.estimate import PUBLISHED
 from npu_vlrl.model.load import DTYPES, arranged, limited, load_processor, model_folder, outline
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import SpecialTokens
-
-PUBLISHED = Path(__file__).parent / "published"
-"""Folders with what gives the shapes of well-known models."""
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,8 @@ def _compare(name: str, device: torch.device, dtype: torch.dtype) -> Parity:
     forward = backward = 0.0
     for case in CASES:
         if case.op == name:
-            drawn = draw_inputs(case, dtype)
-            ours = _run(case, op(name), device, drawn)
-            theirs = _run(case, reference_of(name), torch.device("cpu"), drawn)
-            forward = max(forward, _error(ours[0], theirs[0]))
-            backward = max(backward, _error(ours[1], theirs[1]))
+            found = differences(case, draw_inputs(case, dtype), device, dtype)
+            forward, backward = max(forward, found[0]), max(backward, found[1])
     tolerance = TOLERANCES[dtype]
     label = name if dtype == torch.float32 else f"{name} in {str(dtype).removeprefix('torch.')}"
     return Parity(label, forward, backward, tolerance, max(forward, backward) <= tolerance)
@@ -68,7 +65,7 @@ def differences(
 
     The reference computes in a dtype of its own.
     """
-    ours = _run(case, op(case.op), device, drawn)
+    ours = _run(case, op(case.op), device, drawn, drawn[0].dtype)
     theirs = _run(case, reference_of(case.op), torch.device("cpu"), drawn, reference_dtype)
     return _error(ours[0], theirs[0]), _error(ours[1], theirs[1])
 
@@ -78,10 +75,10 @@ def _run(
     run: Implementation,
     device: torch.device,
     drawn: Sequence[Tensor],
-    compute_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(outputs, gradients of the inputs that have one). The gradient of the outputs is rounded as the inputs are."""
-    inputs = [x.to(device, compute_dtype or x.dtype, copy=True).requires_grad_() for x in drawn]
+    inputs = [x.to(device, compute_dtype, copy=True).requires_grad_() for x in drawn]
     found = case.call(run, *inputs)
     outputs = list(found) if isinstance(found, tuple) else [found]
     if outputs[0].requires_grad:

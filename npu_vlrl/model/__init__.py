@@ -3,7 +3,7 @@
 Raises HardwareError for another one, before anything of it is imported.
 """
 
-from npu_vlrl.hardware import HardwareError, software  # also hides a torch_npu that transformers could not load
+from npu_vlrl.hardware import HardwareError, software  # also hides a plug-in of torch that cannot load
 
 if problem := software.unsupported():
     raise HardwareError(problem)

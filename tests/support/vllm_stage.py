@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +56,18 @@ def change(parameters: Iterable[Tensor], seed: int, size: float = 0.02) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         parameter.add_((torch.randn(parameter.shape, generator=generator) * size).to(parameter))
+
+
+@contextmanager
+def weights_put_back(stage: VllmStage) -> Iterator[None]:
+    """Puts the weights back afterwards, and the version."""
+    before = {name: p.detach().clone() for name, p in stage.policy.trainable().items()}
+    yield
+    with torch.no_grad():
+        for name, parameter in stage.policy.trainable().items():
+            parameter.copy_(before[name])
+    tell(stage, 0)
+    stage.vision.weights_changed()
 
 
 def looks(stage: VllmStage) -> list[Any]:

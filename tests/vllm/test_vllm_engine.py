@@ -26,7 +26,19 @@ from tests.support.scoring import (
     plain_logprobs,
     with_image,
 )
-from tests.support.vllm_stage import CONTEXT, HIDDEN, VllmStage, answered, change, episodes, gap, joined, looks, tell
+from tests.support.vllm_stage import (
+    CONTEXT,
+    HIDDEN,
+    VllmStage,
+    answered,
+    change,
+    episodes,
+    gap,
+    joined,
+    looks,
+    tell,
+    weights_put_back,
+)
 
 VISIBLE = 1e-3
 
@@ -44,13 +56,8 @@ def stage(request: pytest.FixtureRequest) -> Iterator[VllmStage]:
 
 @pytest.fixture
 def restored(stage: VllmStage) -> Iterator[None]:
-    """Puts the weights back, and the version."""
-    before = {name: p.detach().clone() for name, p in stage.policy.trainable().items()}
-    yield
-    with torch.no_grad():
-        for name, parameter in stage.policy.trainable().items():
-            parameter.copy_(before[name])
-    tell(stage, 0)
+    with weights_put_back(stage):
+        yield
 
 
 def test_greedy_tokens_are_those_of_the_inprocess_engine(stage: VllmStage) -> None:

@@ -26,7 +26,7 @@ from tests import host_cann
 from tests.support.models import KINDS, is_vision, plain_model
 from tests.support.rounds import generate_all, params, prompt
 from tests.support.scoring import engine_logprobs, largest_gap, learner_logprobs, plain_logprobs, with_image
-from tests.support.vllm_stage import VllmStage, answered, change, episodes, gap, joined, looks, tell
+from tests.support.vllm_stage import VllmStage, answered, change, episodes, gap, joined, looks, tell, weights_put_back
 from tests.vllm_ascend.stages import FITS, VISIBLE, made_stage
 
 seeing = pytest.mark.parametrize("stage", [kind for kind in KINDS if is_vision(kind)], indirect=True)
@@ -43,14 +43,8 @@ def stage(request: pytest.FixtureRequest) -> Iterator[VllmStage]:
 
 @pytest.fixture
 def restored(stage: VllmStage) -> Iterator[None]:
-    """Puts the weights back, and the version."""
-    before = {name: p.detach().clone() for name, p in stage.policy.trainable().items()}
-    yield
-    with torch.no_grad():
-        for name, parameter in stage.policy.trainable().items():
-            parameter.copy_(before[name])
-    tell(stage, 0)
-    stage.vision.weights_changed()
+    with weights_put_back(stage):
+        yield
 
 
 def test_sampled_tokens_of_several_turns(stage: VllmStage) -> None:
