@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,10 +25,10 @@ class Ended:
 def run(text: str, ranks: int = 1, timeout_s: float = PATIENCE_S, **variables: str) -> list[Ended]:
     """Runs `text` as each rank, with torchrun's variables set, and returns how the ranks ended, in order.
 
-    Raises subprocess.TimeoutExpired, after it has ended them all.
+    Raises AssertionError after `timeout_s`, with what each said and where its threads were; all have ended then.
     """
     shared = {**os.environ, **environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    shared |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **variables}
+    shared |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **variables}
     children = [
         subprocess.Popen(
             [sys.executable, "-c", text],
@@ -40,10 +41,23 @@ def run(text: str, ranks: int = 1, timeout_s: float = PATIENCE_S, **variables: s
     ]
     try:
         outputs = [child.communicate(timeout=timeout_s)[0] for child in children]
+    except subprocess.TimeoutExpired:
+        for child in children:
+            child.send_signal(signal.SIGABRT)  # the fault handler writes the stack of every thread
+        said = [_rest(child) for child in children]
+        raise AssertionError("\n".join([f"not ended after {timeout_s:g} s", *said])) from None
     finally:
         for child in children:
             child.kill()
     return [Ended(child.returncode, output) for child, output in zip(children, outputs, strict=True)]
+
+
+def _rest(child: subprocess.Popen[str]) -> str:
+    """Output of a child that was told to abort; a grandchild that holds it open must not hold up the test."""
+    try:
+        return child.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired as held:
+        return (held.stdout or b"").decode(errors="replace")  # bytes here, whatever Popen was told
 
 
 def _free_port() -> int:
