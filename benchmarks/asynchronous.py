@@ -25,10 +25,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from npu_vlrl.data.source import TaskSource
+from npu_vlrl.engines.asynchronous import FreeEngine
+from npu_vlrl.engines.base import EngineCounts, Outcome, Request
+from npu_vlrl.engines.remote import Link, RemoteEngine
 from npu_vlrl.rollout.collect import Rollout, collect
-from npu_vlrl.rollout.free import FreeEngine
-from npu_vlrl.rollout.remote import Link, RemoteEngine
-from npu_vlrl.rollout.rounds import EngineCounts, Outcome, Request
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
 from npu_vlrl.types import (

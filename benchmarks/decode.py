@@ -39,13 +39,13 @@ from benchmarks.setup import (
 )
 from benchmarks.transformers_peer import as_installed, generate
 from npu_vlrl.config import AlgorithmConfig, OptimConfig
+from npu_vlrl.engines.base import Request
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout.inprocess import InProcessEngine
-from npu_vlrl.rollout.rounds import Request
 from npu_vlrl.types import Generation, ImageInput, Sample, SamplingParams, Segment, SegmentKind, SpecialTokens
 
 FEATURE_BYTES = 4 << 30

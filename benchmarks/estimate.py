@@ -25,6 +25,7 @@ from benchmarks import rollout, setup, update_step
 from benchmarks.decode import new_engine
 from npu_vlrl.config import AlgorithmConfig, LoraConfig, ModelConfig
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.engines.inprocess.engine import PREFILL_TOKENS
 from npu_vlrl.estimate.memory import MemoryModel, Moment, Pass, Plan, Rollout
 from npu_vlrl.estimate.outline import outline_of, shapes_folder
 from npu_vlrl.estimate.timing import update_seconds
@@ -34,7 +35,6 @@ from npu_vlrl.learner.flops import seen_pairs
 from npu_vlrl.learner.pack import collate, plan_ranks
 from npu_vlrl.model.load import DTYPES, arranged, load_model, outline
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.rollout.inprocess import PREFILL_TOKENS
 from npu_vlrl.types import Sample
 
 FEATURE_BYTES = update_step.CACHE_BYTES

@@ -55,13 +55,13 @@ from benchmarks.setup import (
 from benchmarks.transformers_peer import Work, as_installed
 from npu_vlrl.config import AlgorithmConfig, OptimConfig
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.flops import ModelFlops
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.types import Message, Sample, SamplingParams, Segment
 from npu_vlrl.workflow.render import Renderer
 

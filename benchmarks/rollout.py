@@ -38,10 +38,10 @@ from benchmarks.setup import (
     write,
 )
 from benchmarks.transformers_peer import Work, as_installed, generate
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.flops import ModelFlops
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.types import ImageInput, SamplingParams, Segment, SegmentKind
 
 PATCH_BYTES = 8 << 30

@@ -22,13 +22,21 @@ from torch import Tensor
 
 from benchmarks.setup import SIZES, environment, forget, model, seconds, table, write
 from npu_vlrl.hardware import Platform, select
+from npu_vlrl.network.messages import Message, Stop
+from npu_vlrl.network.world import World, join
 from npu_vlrl.sync.buckets import in_place
 from npu_vlrl.sync.plan import distinct
 from npu_vlrl.sync.weights import WeightReceiver, WeightSender
-from npu_vlrl.sync.world import World, join
+from npu_vlrl.sync.weights import Weights as Announced
 
 TIMEOUT_S = 300.0
 Weights = dict[str, Tensor]
+
+
+class Bits(Message):
+    """A sum of the bits of each tensor that an engine holds."""
+
+    sums: list[int]
 
 
 def parameters(size: str, device: torch.device) -> Weights:
@@ -52,8 +60,8 @@ def send(world: World, platform: Platform, weights: Weights, bucket_mib: int, re
         report = sender.send(version)
         taken.append(report.seconds)
     for rank in range(1, world.size):
-        world.channel(rank).send("stop")
-        seen = world.channel(rank).receive(TIMEOUT_S).content["bits"]
+        world.channel(rank).send(Stop())
+        seen = world.channel(rank).expect(Bits, TIMEOUT_S, RuntimeError).sums
         assert seen == bits(weights), f"{world.channel(rank).peer} holds other weights"
     middle = sorted(taken[2:])[repeats // 2]
     return {"name": f"buckets of {bucket_mib} MiB", "bytes": report.bytes_sent, "seconds": middle}
@@ -61,9 +69,9 @@ def send(world: World, platform: Platform, weights: Weights, bucket_mib: int, re
 
 def receive(world: World, weights: Weights) -> None:
     receiver = WeightReceiver(world, in_place(weights))
-    while (message := world.channel(0).receive()).kind == "weights":
+    while isinstance(message := world.channel(0).receive(), Announced):
         receiver.receive(message)
-    world.channel(0).send("bits", {"bits": bits(weights)})
+    world.channel(0).send(Bits(bits(weights)))
 
 
 def bare(platform: Platform, weights: Weights, repeats: int) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ from npu_vlrl.config import Config, ConfigError, SourceConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.data.source import TaskSource
 from npu_vlrl.data.synthetic import arrow_task, episode_task, load_photos, photo_task
+from npu_vlrl.engines import remote
+from npu_vlrl.engines.base import RoundEngine
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.algorithm import Algorithm, resolve
 from npu_vlrl.learner.group import LearnerGroup
@@ -21,10 +23,8 @@ from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.model.inspect import inspect_folder
 from npu_vlrl.model.load import LoadedModel, model_folder
 from npu_vlrl.model.vision import VisionFeatures
+from npu_vlrl.network.world import World, started_processes
 from npu_vlrl.processes import blaming, join_engines, learning_ranks, load, new_engine, new_learner, prepare
-from npu_vlrl.rollout import remote
-from npu_vlrl.rollout.rounds import RoundEngine
-from npu_vlrl.sync.world import World, started_processes
 from npu_vlrl.types import Environment, Task
 from npu_vlrl.workflow.environments import game_environments
 from npu_vlrl.workflow.environments.visual_qa import VisualQA

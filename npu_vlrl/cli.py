@@ -38,15 +38,15 @@ def _run(options: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
     from npu_vlrl.disk import is_full, refusal
+    from npu_vlrl.engines.base import EngineError
     from npu_vlrl.hardware import HardwareError
     from npu_vlrl.interrupt import Interrupted
     from npu_vlrl.learner.checkpoint import CheckpointError
     from npu_vlrl.learner.trainer import LearnerError
+    from npu_vlrl.network.world import PeerError, leave, started_processes
     from npu_vlrl.report.console import printable
     from npu_vlrl.rollout.judgements import RolloutError
-    from npu_vlrl.rollout.rounds import EngineError
     from npu_vlrl.sync.weights import SyncError
-    from npu_vlrl.sync.world import PeerError, leave, started_processes
     from npu_vlrl.types import DataError
 
     try:

@@ -11,11 +11,11 @@ from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.hardware import software
 from npu_vlrl.interrupt import Interrupted
+from npu_vlrl.network.world import is_engine
 from npu_vlrl.processes import run_engine
 from npu_vlrl.report import evaluated, tables
 from npu_vlrl.report.lines import read_lines
 from npu_vlrl.run import Run
-from npu_vlrl.sync.world import is_engine
 
 
 def evaluate_only(config: Config) -> dict[str, float]:

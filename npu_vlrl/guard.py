@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from npu_vlrl.engines.base import RoundEngine
 from npu_vlrl.learner.gap import LearnerError, allowed_gap
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.rollout.probe import TEMPERATURE, Probe
-from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.types import Generation, Sample
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from npu_vlrl.sync.world import started_processes
+from npu_vlrl.network.world import started_processes
 
 SAME_S = 1.0
 """A launcher passes Ctrl-C on to processes that have it from the terminal already: what follows so soon is the same."""

@@ -16,6 +16,13 @@ import torch
 
 from npu_vlrl import kernels
 from npu_vlrl.config import Config, ConfigError
+from npu_vlrl.engines import remote
+from npu_vlrl.engines.asynchronous import FreeEngine
+from npu_vlrl.engines.base import RoundEngine
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
+from npu_vlrl.engines.local import LocalEngine
+from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer, weights_from_disk
+from npu_vlrl.engines.vllm.engine import VllmEngine, import_vllm
 from npu_vlrl.hardware import Platform, select
 from npu_vlrl.kernels.recording import records
 from npu_vlrl.learner.algorithm import resolve
@@ -26,15 +33,8 @@ from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout import remote
-from npu_vlrl.rollout.free import FreeEngine
-from npu_vlrl.rollout.inprocess import InProcessEngine
-from npu_vlrl.rollout.local import LocalEngine
-from npu_vlrl.rollout.rounds import RoundEngine
-from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer, weights_from_disk
-from npu_vlrl.rollout.vllm import VllmEngine, import_vllm
+from npu_vlrl.network.world import PeerError, World, join, leave, own_device, started_processes
 from npu_vlrl.sync import disk
-from npu_vlrl.sync.world import PeerError, World, join, leave, own_device, started_processes
 from npu_vlrl.types import DataError
 
 

@@ -12,10 +12,10 @@ from npu_vlrl.config import Config
 from npu_vlrl.interrupt import CtrlC, Interrupted
 from npu_vlrl.learner.algorithm import assign_advantages, most_varied
 from npu_vlrl.learner.group import LearnerGroup
+from npu_vlrl.network.world import is_engine
 from npu_vlrl.processes import run_engine
 from npu_vlrl.rollout.collect import Rollout
 from npu_vlrl.run import Run
-from npu_vlrl.sync.world import is_engine
 from npu_vlrl.types import Sample
 from npu_vlrl.warm_start import warm_start
 

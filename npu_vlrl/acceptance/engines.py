@@ -12,6 +12,7 @@ from npu_vlrl import processes
 from npu_vlrl.acceptance.models import scratch, tiny_config
 from npu_vlrl.acceptance.worker import Failed, Machine, NotTried
 from npu_vlrl.config import Config
+from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.guard import EngineGuard
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.group import LearnerGroup
@@ -19,7 +20,6 @@ from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.trainer import LearnerError
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout.local import LocalEngine
 from npu_vlrl.rollout.probe import Probe
 from npu_vlrl.workflow.render import Renderer
 

@@ -12,12 +12,19 @@ from npu_vlrl import processes
 from npu_vlrl.acceptance.models import samples_of, scratch, tiny_config
 from npu_vlrl.acceptance.worker import Failed, Machine
 from npu_vlrl.learner.ranks import Ranks
+from npu_vlrl.network.messages import Message
+from npu_vlrl.network.world import LEARNER
 from npu_vlrl.sync.buckets import in_place
-from npu_vlrl.sync.weights import WeightReceiver, WeightSender, expect
-from npu_vlrl.sync.world import LEARNER
+from npu_vlrl.sync.weights import SyncError, WeightReceiver, Weights, WeightSender
 
 LOSS_TOLERANCE = 1e-3
 """Nats between several learners and one, in float32."""
+
+
+class Bits(Message):
+    """What an engine holds after an update."""
+
+    sums: list[int]
 
 
 def weights(machine: Machine) -> dict[str, Any]:
@@ -38,7 +45,7 @@ def weights(machine: Machine) -> dict[str, Any]:
         reports.append(sender.send(version))
         ours = _bits(held)
         for rank in world.engines:
-            if expect(world.channel(rank), "bits", world.timeout_s).content["bits"] != ours:
+            if world.channel(rank).expect(Bits, world.timeout_s, SyncError).sums != ours:
                 raise Failed(f"rank {rank} holds other bits of version {version}, though checksums agreed")
     last = reports[-1]
     return {
@@ -53,8 +60,8 @@ def _receive(machine: Machine, held: dict[str, Tensor]) -> None:
     channel = machine.world.channel(LEARNER)
     receiver = WeightReceiver(machine.world, in_place(held))
     for _ in range(2):
-        receiver.receive(expect(channel, "weights", machine.world.timeout_s))
-        channel.send("bits", {"bits": _bits(held)})
+        receiver.receive(channel.expect(Weights, machine.world.timeout_s, SyncError))
+        channel.send(Bits(_bits(held)))
 
 
 @torch.no_grad()

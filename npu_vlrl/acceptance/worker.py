@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from npu_vlrl import kernels
 from npu_vlrl.hardware import Platform, to_report
-from npu_vlrl.sync.world import World, join
+from npu_vlrl.network.world import World, join
 
 LARGE = 20e9
 """Bytes of a device's memory, from which on checks have their full sizes."""

@@ -51,9 +51,9 @@ def _check_finished(folder: Path) -> None:
 def _compare(folder: Path, against: Path, out: Path | None) -> None:
     from rich.console import Console
 
+    from npu_vlrl.network.world import is_engine
     from npu_vlrl.report import tables
     from npu_vlrl.report.comparison import compare
-    from npu_vlrl.sync.world import is_engine
 
     if is_engine():
         return

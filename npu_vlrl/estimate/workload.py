@@ -8,9 +8,9 @@ import numpy as np
 
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.engines.inprocess.engine import PREFILL_TOKENS
 from npu_vlrl.estimate.memory import Pass, Plan, Rollout
 from npu_vlrl.learner.algorithm import resolve
-from npu_vlrl.rollout.inprocess import PREFILL_TOKENS
 from npu_vlrl.types import Image, ImageInput
 
 TEXT = 256

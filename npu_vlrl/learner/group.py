@@ -1,7 +1,7 @@
 """A learner that may be several: what rank 0 is asked to do, it lets the others do at the same time.
 
-    rank 0               learn: step, samples ->  steps     compares the sums of the weights
-    every other rank                              steps  <- done
+    rank 0               Learn(Step, samples) ->  steps     compares the sums of the weights
+    every other rank                              steps  <- Done
 
 Samples travel over the channels, gradients by collectives. A rank that waits in a collective for one that has failed
 would wait long: each therefore looks at its channels meanwhile, and gives up when somebody is gone or says so.
@@ -18,19 +18,34 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from npu_vlrl.engines.local import LocalEngine
+from npu_vlrl.engines.messages import WeightsChanged
+from npu_vlrl.engines.serve import Duties, Handlers
 from npu_vlrl.hardware import Platform
+from npu_vlrl.learner.messages import (
+    BeginLearning,
+    Done,
+    Forget,
+    Learn,
+    Load,
+    Logprobs,
+    SampleReader,
+    SampleWriter,
+    Save,
+    Score,
+    Step,
+    Supervise,
+    Work,
+)
 from npu_vlrl.learner.optimizer import divided, master
 from npu_vlrl.learner.state import load_learner, save_learner, trained_by
 from npu_vlrl.learner.trainer import Learner, LearnerError
-from npu_vlrl.learner.wire import SampleReader, SampleWriter
-from npu_vlrl.rollout.local import LocalEngine
-from npu_vlrl.rollout.serve import Duties, Handlers
-from npu_vlrl.sync.channel import Message
+from npu_vlrl.network.world import LEARNER, PeerError, World
 from npu_vlrl.sync.transfer import guarded
-from npu_vlrl.sync.world import LEARNER, PeerError, World
 from npu_vlrl.types import Sample
 
 T = TypeVar("T")
+
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of a number."""
@@ -51,9 +66,9 @@ class LearnerGroup:
         self._world = world
         self._channels = [world.channel(rank) for rank in world.learners if rank != LEARNER] if world else []
         self._writer = SampleWriter()
-        self._answers: dict[int, dict[str, Any]] = {}
-        """What each other rank said after the last work."""
-        self.own = self._together("begin", new)
+        self._answers: dict[int, Done] = {}
+        """Of each other rank, after the last work."""
+        self.own = self._together(BeginLearning(), new)
         self._compare("begin")
 
     @property
@@ -74,64 +89,62 @@ class LearnerGroup:
     @property
     def tokens_referenced(self) -> float:
         """Tokens of the samples that went through the layers of all ranks so far, each pass counted."""
-        return self.own.meter.counts.tokens_referenced + sum(answer["tokens"][0] for answer in self._answers.values())
+        return self.own.meter.counts.tokens_referenced + sum(done.tokens_referenced for done in self._answers.values())
 
     @property
     def tokens_computed(self) -> float:
         """Of these, what is left when a beginning that samples of a micro-batch share counts once."""
-        return self.own.meter.counts.tokens_computed + sum(answer["tokens"][1] for answer in self._answers.values())
+        return self.own.meter.counts.tokens_computed + sum(done.tokens_computed for done in self._answers.values())
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """See `Learner.score`."""
-        return self._together("score", partial(self.own.score, samples), samples=samples)
+        return self._together(Score(), partial(self.own.score, samples), samples)
 
     def logprobs(self, samples: Sequence[Sample], temperature: float) -> dict[str, np.ndarray]:
         """See `Learner.logprobs`."""
         work = partial(self.own.logprobs, samples, temperature)
-        return self._together("logprobs", work, {"temperature": temperature}, samples)
+        return self._together(Logprobs(temperature), work, samples)
 
     def step(self, samples: Sequence[Sample], version: int | None = None, note: bool = False) -> dict[str, float]:
         """See `Learner.step`."""
         work = partial(self.own.step, samples, version, note)
-        metrics = self._together("step", work, {"version": version, "note": note}, samples)
+        metrics = self._together(Step(version, note), work, samples)
         self._compare("step")
         return metrics
 
     def supervise(self, samples: Sequence[Sample], lr: float) -> float:
         """See `Learner.supervise`."""
-        loss = self._together("supervise", partial(self.own.supervise, samples, lr), {"lr": lr}, samples)
+        loss = self._together(Supervise(lr), partial(self.own.supervise, samples, lr), samples)
         self._compare("supervise")
         return loss
 
     def forget_features(self) -> None:
         """See `Learner.forget_features`."""
-        self._together("forget_features", self.own.forget_features)
+        self._together(Forget(), self.own.forget_features)
 
     def save(self, folder: Path, step: int, platform: Platform, state: dict[str, Any], keep: int) -> Path:
         """See `save_learner`; this rank alone writes, unless each has a part."""
         work = partial(save_learner, folder, step, self.own, platform, state, keep)
         if self.own.is_divided:
-            return self._together("save", work, {"folder": str(folder.absolute()), "step": step, "keep": keep})
+            return self._together(Save(str(folder.absolute()), step, keep), work)
         if self._world is not None:
             self.forget_features()  # those of the others; this one's are when it saves
         return work()
 
     def load(self, path: Path, platform: Platform) -> tuple[int, dict[str, Any]]:
         """See `load_learner`; every rank reads the same files."""
-        state = self._together("load", partial(load_learner, path, self.own, platform), {"path": str(path.absolute())})
+        state = self._together(Load(str(path.absolute())), partial(load_learner, path, self.own, platform))
         self._compare("load")
         return state
 
-    def _together(
-        self, what: str, work: Callable[[], T], content: dict[str, Any] | None = None, samples: Sequence[Sample] = ()
-    ) -> T:
-        """Does the work; every other rank does the same, and says what came of it."""
+    def _together(self, asked: Work, work: Callable[[], T], samples: Sequence[Sample] = ()) -> T:
+        """Does the work; every other rank does the same, as it is `asked`, and says what came of it."""
         if self._world is None:
             return work()
-        packed, blobs = self._writer.pack(samples)
+        packed = self._writer.pack(samples)
         self._answers = {}
         for channel in self._channels:
-            channel.send("learn", {"what": what, **(content or {}), **packed}, blobs)
+            channel.send(Learn(asked, packed))
         result = guarded_work(work, self._world, self._look)
         for channel in self._channels:
             if channel.peer.rank not in self._answers:
@@ -148,12 +161,7 @@ class LearnerGroup:
 
     def _take(self, rank: int, timeout_s: float | None = None) -> None:
         assert self._world is not None
-        channel = self._world.channel(rank)
-        message = channel.receive(timeout_s)
-        if message.kind == "error":
-            raise LearnerError(f"{channel.peer}: {message.content['message']}")
-        assert message.kind == "done", f"{channel.peer} sent {message.kind} instead of done"
-        self._answers[rank] = message.content
+        self._answers[rank] = self._world.channel(rank).expect(Done, timeout_s, LearnerError)
 
     def _compare(self, what: str) -> None:
         """Raises LearnerError when a rank holds other weights than this one."""
@@ -161,7 +169,7 @@ class LearnerGroup:
             return
         ours = sums_of_bits(self.own)
         for rank, answer in self._answers.items():
-            for name, number, theirs in zip(ours, ours.values(), answer["sums"], strict=True):
+            for name, number, theirs in zip(ours, ours.values(), answer.sums, strict=True):
                 if number != theirs:
                     raise LearnerError(
                         f"{self._world.channel(rank).peer} holds another {name} than rank 0 after {what!r}: they did "
@@ -179,34 +187,32 @@ class _Follower:
         self._platform = platform
         self._channel = world.channel(LEARNER)
 
-    def learn(self, message: Message) -> None:
+    def learn(self, message: Learn) -> None:
         guarded_work(partial(self._do, message), self._world, self._look)
         counts = self._learner.meter.counts
-        tokens = [counts.tokens_referenced, counts.tokens_computed]
-        self._channel.send("done", {"sums": list(sums_of_bits(self._learner).values()), "tokens": tokens})
+        sums = list(sums_of_bits(self._learner).values())
+        self._channel.send(Done(sums, counts.tokens_referenced, counts.tokens_computed))
 
-    def _do(self, message: Message) -> None:
-        what = message.content["what"]
-        if what == "begin":
+    def _do(self, message: Learn) -> None:
+        if isinstance(message.work, BeginLearning):
             self._learner = self._new()
             self._reader = SampleReader(self._learner.policy.special)
-        samples = self._reader.unpack(message)
-        match what:
-            case "score":
+        samples = self._reader.unpack(message.samples)
+        match message.work:
+            case Score():
                 self._learner.score(samples)
-            case "logprobs":
-                self._learner.logprobs(samples, message.content["temperature"])
-            case "step":
-                self._learner.step(samples, message.content["version"], message.content["note"])
-            case "supervise":
-                self._learner.supervise(samples, message.content["lr"])
-            case "forget_features":
+            case Logprobs(temperature):
+                self._learner.logprobs(samples, temperature)
+            case Step(version, note):
+                self._learner.step(samples, version, note)
+            case Supervise(lr):
+                self._learner.supervise(samples, lr)
+            case Forget():
                 self._learner.forget_features()
-            case "save":
-                folder, step, keep = (message.content[key] for key in ("folder", "step", "keep"))
+            case Save(folder, step, keep):
                 save_learner(Path(folder), step, self._learner, self._platform, {}, keep)
-            case "load":
-                load_learner(Path(message.content["path"]), self._learner, self._platform)
+            case Load(path):
+                load_learner(Path(path), self._learner, self._platform)
 
     def _look(self) -> None:
         if self._channel.waiting():
@@ -218,13 +224,10 @@ def follow(new: Callable[[], Learner], platform: Platform) -> Duties:
     """Those of a process that learns, and may sample, see `rollout.serve`; `new` makes its learner."""
 
     def duties(world: World, engine: LocalEngine) -> Handlers:
-        def weights_changed(message: Message) -> None:
-            engine.weights_changed(message.content["version"])
+        def weights_changed(message: WeightsChanged) -> None:
+            engine.weights_changed(message.version)
 
-        return {
-            "learn": _Follower(new, world, platform).learn,
-            "weights_changed": weights_changed,
-        }
+        return {Learn: _Follower(new, world, platform).learn, WeightsChanged: weights_changed}
 
     return duties
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from npu_vlrl.engines.base import RoundEngine
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout.rounds import RoundEngine
 
 
 class Counters:

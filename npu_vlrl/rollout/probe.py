@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from npu_vlrl.engines.base import Request
 from npu_vlrl.model.load import LoadedModel
-from npu_vlrl.rollout.rounds import Request
 from npu_vlrl.types import Generation, Image, Message, Sample, SamplingParams, Segment, SegmentKind, StopReason
 from npu_vlrl.workflow.render import Renderer
 

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from npu_vlrl.data.source import TaskSource
+from npu_vlrl.engines.base import Check, EngineEnded, EngineError, RoundEngine, no_check
+from npu_vlrl.engines.remote import in_thread
+from npu_vlrl.network.world import PeerError
 from npu_vlrl.rollout.collect import Rollout, has_failed
 from npu_vlrl.rollout.judgements import Judgements, RolloutError
-from npu_vlrl.rollout.remote import in_thread
-from npu_vlrl.rollout.rounds import Check, EngineEnded, EngineError, RoundEngine, no_check
 from npu_vlrl.rollout.schedule import Schedule
-from npu_vlrl.sync.world import PeerError
 from npu_vlrl.types import EpisodeStatus, Task, Trajectory
 from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
 

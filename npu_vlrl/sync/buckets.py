@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from npu_vlrl.network.world import LEARNER
 from npu_vlrl.sync.plan import Fact, Plan
 from npu_vlrl.sync.transfer import Checksums
-from npu_vlrl.sync.world import LEARNER
 
 
 class Buckets(ABC):

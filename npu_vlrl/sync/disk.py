@@ -16,14 +16,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from npu_vlrl.disk import writing
+from npu_vlrl.network.messages import Message
+from npu_vlrl.network.world import World
 from npu_vlrl.sync.buckets import Buckets
 from npu_vlrl.sync.plan import Plan
 from npu_vlrl.sync.transfer import Checksums
-from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender, expect
-from npu_vlrl.sync.world import World
+from npu_vlrl.sync.weights import Staged, SyncError, WeightReceiver, WeightSender
 
 FOLDER = "weights"
 """In the run folder, as long as the run goes on."""
+
+
+class Written(Message):
+    """The learner has written a file."""
+
+    file: str
 
 
 class DiskSender(WeightSender):
@@ -52,17 +59,16 @@ class DiskSender(WeightSender):
         for old in self.folder.glob("*.safetensors"):
             if old != file:
                 old.unlink()
-        self._tell("written", {"file": str(file)})
-        channels = self._channels
-        staged = {c.peer.rank: expect(c, "staged", self.world.timeout_s).content["sums"] for c in channels}
-        self._compare(sums.read(), staged)
+        self._tell(Written(str(file)))
+        answers = {c.peer.rank: c.expect(Staged, self.world.timeout_s, SyncError) for c in self._channels}
+        self._compare(sums.read(), {rank: answer.sums for rank, answer in answers.items()})
 
 
 class DiskReceiver(WeightReceiver):
     """An engine's side."""
 
     def _fill(self, buckets: Buckets) -> None:
-        file = Path(expect(self._channel, "written", self._patience_s).content["file"])
+        file = Path(self._channel.expect(Written, self._patience_s, SyncError).file)
         try:
             with safe_open(file, "pt") as tensors:
                 for number in range(buckets.count):

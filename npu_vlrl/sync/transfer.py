@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from npu_vlrl.sync.world import World
+from npu_vlrl.network.world import World
 
 T = TypeVar("T")
 

@@ -14,21 +14,49 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from npu_vlrl.network.channel import PeerError
+from npu_vlrl.network.messages import Message
+from npu_vlrl.network.world import LEARNER, World
 from npu_vlrl.sync.buckets import Buckets, Holder, OwnBuckets, receive_all, send_all
-from npu_vlrl.sync.channel import Channel, Message, PeerError
 from npu_vlrl.sync.plan import Fact, Plan, distinct, make_plan
 from npu_vlrl.sync.transfer import TransferTimeout, guarded
-from npu_vlrl.sync.world import LEARNER, World
 
 Sums = list[int]
 """The checksum of each bucket."""
+
+
+class Parameters(Message):
+    """What an engine says of its parameters, once."""
+
+    facts: list[Fact]
+
+
+class Weights(Message):
+    """Announces an update. The names and the size of a bucket come along the first time that a plan is used."""
+
+    version: int
+    plan: str
+    """Checksum of the plan."""
+    names: list[str] | None = None
+    bucket_bytes: int | None = None
+
+
+class Staged(Message):
+    """An engine has all buckets."""
+
+    sums: Sums
+
+
+class Decision(Message):
+    """Lets the engines take the update, or drop it."""
+
+    commit: bool
 
 
 class SyncError(RuntimeError):
@@ -86,13 +114,12 @@ class WeightSender:
             name for name, count, sent in zip(self._parameters, counters, self._committed, strict=True) if count != sent
         )
         plan = self._plan(changed)
-        update = {"version": version, "plan": plan.checksum}
-        if plan.checksum not in self._told:
-            update |= {"names": changed, "bucket_bytes": self.bucket_bytes}
-        self._tell("weights", update)
+        is_known = plan.checksum in self._told
+        announced = () if is_known else (list(changed), self.bucket_bytes)
+        self._tell(Weights(version, plan.checksum, *announced))
         self._told.add(plan.checksum)
         self._transfer(plan, version)
-        self._tell("commit")
+        self._tell(Decision(commit=True))
         self._committed, self._version = counters, version
         return SyncReport(plan.size, len(changed), len(plan.bucket_sizes), time.monotonic() - began)
 
@@ -103,8 +130,8 @@ class WeightSender:
         """What each parameter looks like on the wire: our shape in the engines' dtype."""
         agreed: dict[str, Fact] = {}
         for channel in self._channels:
-            answer = expect(channel, "parameters", self.world.start_timeout_s)
-            theirs = {fact.name: fact for fact in map(Fact.from_json, answer.content["facts"])}
+            answer = channel.expect(Parameters, self.world.start_timeout_s, SyncError)
+            theirs = {fact.name: fact for fact in answer.facts}
             for name, tensor in self._parameters.items():
                 ours, found = Fact.of(name, tensor), theirs.get(name)
                 if found is None or found.shape != ours.shape:
@@ -125,9 +152,9 @@ class WeightSender:
             self._plans[names] = make_plan([self._facts[name] for name in names], self.bucket_bytes)
         return self._plans[names]
 
-    def _tell(self, kind: str, content: dict | None = None) -> None:
+    def _tell(self, message: Message) -> None:
         for channel in self._channels:
-            channel.send(kind, content)
+            channel.send(message)
 
     def _transfer(self, plan: Plan, version: int) -> None:
         """Sends the buckets, and returns when every engine has them. Raises PeerError or SyncError, see `send`."""
@@ -139,7 +166,7 @@ class WeightSender:
                 channel.check_alive()
             for channel in self._channels:
                 if channel.peer.rank not in staged and channel.waiting():
-                    staged[channel.peer.rank] = expect(channel, "staged", self.world.timeout_s).content["sums"]
+                    staged[channel.peer.rank] = channel.expect(Staged, self.world.timeout_s, SyncError).sums
 
         try:
             sums = guarded(lambda: send_all(buckets, self.world.weights_group), self.world, look, self.world.timeout_s)
@@ -154,7 +181,7 @@ class WeightSender:
             raise SyncError(f"the transfer of weights failed: {error}") from error
         for channel in self._channels:
             if channel.peer.rank not in staged:
-                staged[channel.peer.rank] = expect(channel, "staged", self.world.timeout_s).content["sums"]
+                staged[channel.peer.rank] = channel.expect(Staged, self.world.timeout_s, SyncError).sums
         self._compare(sums, staged)
 
     def _compare(self, sums: Sums, staged: Mapping[int, Sums]) -> None:
@@ -166,7 +193,7 @@ class WeightSender:
             wrong += [f"bucket {bad[0]} of {len(sums)} of {channel.peer}"] if bad else []
         if wrong:
             self._committed = self._nothing()
-            self._tell("drop")
+            self._tell(Decision(commit=False))
             raise SyncError(
                 f"the weights that arrived are not those that were sent: {', '.join(wrong)}. The engines hold no "
                 "version until the next update; check the interconnect, or the disk with sync.through=disk"
@@ -186,34 +213,32 @@ class WeightReceiver:
         self._plans: dict[str, Plan] = {}
         # the learner is the judge of what takes too long: it knows every engine, and says which one is late
         self._patience_s = 2 * world.timeout_s
-        self._channel.send("parameters", {"facts": [fact.to_json() for fact in holder.facts]})
+        self._channel.send(Parameters(list(holder.facts)))
 
-    def receive(self, message: Message) -> int | None:
-        """Answers a message of kind "weights". Returns the new version, None when the learner dropped the update.
+    def receive(self, message: Weights) -> int | None:
+        """Takes an update. Returns the new version, None when the learner dropped the update.
 
         Raises SyncError when the two sides plan differently or the transfer fails, and PeerError when the learner is
         gone or gives up. `version` is None from the first bucket to the word of the learner that all have arrived.
         """
-        buckets = self._holder.new_buckets(self._plan(message.content))
+        buckets = self._holder.new_buckets(self._plan(message))
         self.version = None
         self._fill(buckets)
-        if expect(self._channel, ("commit", "drop"), self._patience_s).kind == "commit":
+        if self._channel.expect(Decision, self._patience_s, SyncError).commit:
             buckets.commit()
-            self.version = int(message.content["version"])
+            self.version = message.version
         return self.version
 
-    def _plan(self, update: Mapping[str, Any]) -> Plan:
-        """The names come with a plan once."""
-        checksum = update["plan"]
-        if checksum not in self._plans:
-            plan = make_plan([self._facts[name] for name in update["names"]], update["bucket_bytes"])
-            if plan.checksum != checksum:
+    def _plan(self, update: Weights) -> Plan:
+        if update.names is not None and update.bucket_bytes is not None:
+            plan = make_plan([self._facts[name] for name in update.names], update.bucket_bytes)
+            if plan.checksum != update.plan:
                 raise SyncError("learner and engine plan the buckets differently; run the same release on all machines")
-            self._plans[checksum] = plan
-        return self._plans[checksum]
+            self._plans[update.plan] = plan
+        return self._plans[update.plan]
 
     def _say(self, sums: Sums) -> None:
-        self._channel.send("staged", {"sums": sums})
+        self._channel.send(Staged(sums))
 
     def _fill(self, buckets: Buckets) -> None:
         """Takes what the learner sends, and tells it the checksums."""
@@ -254,14 +279,3 @@ def count_optimizer_steps() -> RemovableHandle:
         torch.autograd.graph.increment_version(stepped)
 
     return register_optimizer_step_post_hook(count)
-
-
-def expect(channel: Channel, kinds: str | tuple[str, ...], timeout_s: float) -> Message:
-    """The next message, which must be of one of these kinds. Raises SyncError with what an engine says went wrong."""
-    message = channel.receive(timeout_s)
-    if message.kind == "error":
-        raise SyncError(f"{channel.peer}: {message.content['message']}")
-    if message.kind == "stop":
-        raise PeerError(channel.peer, "gave up in the middle of an update of the weights")
-    assert message.kind in ((kinds,) if isinstance(kinds, str) else kinds), f"{message.kind} instead of {kinds}"
-    return message

@@ -10,11 +10,11 @@ import torch
 
 from npu_vlrl import kernels
 from npu_vlrl.config import ModelConfig
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.hardware.cuda import CudaPlatform
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.load import load_model
 from npu_vlrl.model.positions import rotary_positions
-from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.types import Generation, SamplingParams, Segment
 from tests.support.episodes import Stage
 from tests.support.models import KINDS, is_vision, tiny_folder

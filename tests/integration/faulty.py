@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 
 from npu_vlrl.cli import main
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
-from npu_vlrl.rollout.inprocess import InProcessEngine
 
 LAST = int(os.environ["WORLD_SIZE"]) - 1
 

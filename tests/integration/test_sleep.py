@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.learner.trainer import Learner
-from npu_vlrl.rollout.inprocess import InProcessEngine
 from tests.support.program import program
 from tests.support.runs import write_config
 

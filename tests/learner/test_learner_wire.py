@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.learner.wire import SampleReader, SampleWriter
-from npu_vlrl.sync.channel import Message
+from npu_vlrl.learner.messages import SampleReader, Samples, SampleWriter
 from npu_vlrl.types import (
     Credit,
     Image,
@@ -32,9 +31,9 @@ SPECIAL = SpecialTokens((2,), image=9)
 PROMPT, ACTION, OBSERVATION = SegmentKind.PROMPT, SegmentKind.ACTION, SegmentKind.OBSERVATION
 
 
-def sent(content: dict[str, Any], blobs: Sequence[bytes]) -> Message:
-    """As a channel would deliver it: JSON and bytes."""
-    return Message("learn", json.loads(json.dumps(content, allow_nan=False)), tuple(bytes(blob) for blob in blobs))
+def sent(samples: Samples) -> Samples:
+    """As a channel would deliver it."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(samples), type=Samples)
 
 
 def picture(seed: int) -> ImageInput:
@@ -109,7 +108,7 @@ def bits(value: Any) -> Any:
 def test_samples_arrive_bit_by_bit(messages: list[list[Sample]]) -> None:
     writer, reader = SampleWriter(), SampleReader(SPECIAL)
     for given_samples in messages:
-        arrived = reader.unpack(sent(*writer.pack(given_samples)))
+        arrived = reader.unpack(sent(writer.pack(given_samples)))
         assert [bits(sample) for sample in arrived] == [bits(sample) for sample in given_samples]
         for sample in arrived:
             assert all(type(token) is int for token in sample.token_ids)
@@ -127,23 +126,24 @@ def two_turns() -> list[Sample]:
 
 def test_what_samples_share_travels_once() -> None:
     writer, reader = SampleWriter(), SampleReader(SPECIAL)
-    content, blobs = writer.pack(two_turns())
-    assert len(content["segments"]) == 4
-    assert np.frombuffer(blobs[0], "<i8").tolist() == [11, 12, 9, 13, 14, 9, 9, 15]
-    assert np.frombuffer(blobs[3], "<f8").tolist() == [0, 1, 0, 0.5, 1, 1.5, 0.5, 1.5]
-    assert [len(pixels) for pixels in blobs[5:]] == [4 * 6 * 3] * 2
-    one, two = reader.unpack(sent(content, blobs))
+    packed = writer.pack(two_turns())
+    assert len(packed.segments) == 4
+    assert np.frombuffer(packed.token_ids, "<i8").tolist() == [11, 12, 9, 13, 14, 9, 9, 15]
+    assert np.frombuffer(packed.rewards, "<f8").tolist() == [0, 1, 0, 0.5, 1, 1.5, 0.5, 1.5]
+    assert [len(pixels) for pixels in packed.images.pixels] == [4 * 6 * 3] * 2
+    one, two = reader.unpack(sent(packed))
     assert one.segments[0] is two.segments[0]
-    content, blobs = writer.pack(two_turns())  # scored, and sent again
-    assert len(blobs) == 5
-    assert [bits(sample) for sample in reader.unpack(sent(content, blobs))] == [bits(sample) for sample in two_turns()]
+    again = writer.pack(two_turns())  # scored, and sent again
+    assert again.images.pixels == []
+    assert [bits(sample) for sample in reader.unpack(sent(again))] == [bits(sample) for sample in two_turns()]
 
 
 def test_a_damaged_message_is_refused() -> None:
-    content, blobs = SampleWriter().pack(two_turns())
-    flipped = [*blobs[:5], bytes([blobs[5][0] ^ 1]) + blobs[5][1:], *blobs[6:]]
-    with pytest.raises(ValueError, match=f"picture {picture(0).image.hash[:12]} came with the pixels of"):
-        SampleReader(SPECIAL).unpack(sent(content, flipped))
-    not_finite = [blobs[0], struct.pack("<2d", math.nan, -1.0), *blobs[2:]]
+    packed = SampleWriter().pack(two_turns())
+    first, *others = packed.images.pixels
+    flipped = msgspec.structs.replace(packed.images, pixels=[bytes([first[0] ^ 1]) + first[1:], *others])
+    with pytest.raises(ValueError, match=f"image {picture(0).image.hash[:12]} came with the pixels of"):
+        SampleReader(SPECIAL).unpack(sent(msgspec.structs.replace(packed, images=flipped)))
+    not_finite = msgspec.structs.replace(packed, logprobs=struct.pack("<2d", math.nan, -1.0))
     with pytest.raises(ValueError, match="logprob that is not finite"):
-        SampleReader(SPECIAL).unpack(sent(content, not_finite))
+        SampleReader(SPECIAL).unpack(sent(not_finite))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from npu_vlrl.config import LoraConfig
+from npu_vlrl.engines.inprocess.kv_cache import KeyValues
 from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout.kv import KeyValues
 from npu_vlrl.types import Message
 from npu_vlrl.workflow.render import Renderer
 from tests.support.episodes import picture

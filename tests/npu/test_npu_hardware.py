@@ -161,7 +161,7 @@ def test_what_is_shared_is_not_of_segments_that_grow() -> None:
     """The real allocator takes both settings."""
     code = (
         "import torch; from npu_vlrl.hardware import select; p = select(); p.set_device(0)\n"
-        "from npu_vlrl.rollout.shared import shared_room\n"
+        "from npu_vlrl.engines.vllm.buckets import shared_room\n"
         "told, tell = [], torch.npu.memory._set_allocator_settings\n"
         "torch.npu.memory._set_allocator_settings = lambda text: (told.append(text), tell(text))\n"
         "print(len(shared_room(64, p.device())), *told)\n"

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 from npu_vlrl import kernels
 from npu_vlrl.config import LoraConfig, ModelConfig
+from npu_vlrl.engines.inprocess.kv_cache import KeyValues
 from npu_vlrl.kernels import npu
 from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.kernels.tree import Tree
@@ -26,7 +27,6 @@ from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout.kv import KeyValues
 from npu_vlrl.types import Message
 from npu_vlrl.workflow.render import Renderer
 from tests.host_cann import counted

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
+from npu_vlrl.engines import remote
+from npu_vlrl.engines.asynchronous import FreeEngine
+from npu_vlrl.engines.base import EngineError, Outcome, Request
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
+from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer
 from npu_vlrl.hardware import select
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout import remote
+from npu_vlrl.network.world import PeerError, World, join
 from npu_vlrl.rollout.collect import play
-from npu_vlrl.rollout.free import FreeEngine
-from npu_vlrl.rollout.inprocess import InProcessEngine
-from npu_vlrl.rollout.rounds import EngineError, Outcome, Request
-from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer
-from npu_vlrl.sync.world import PeerError, World, join
 from npu_vlrl.types import Trajectory
 from npu_vlrl.workflow.export import export
 from npu_vlrl.workflow.vision_multiturn import Sampling

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from npu_vlrl.engines import remote
+from npu_vlrl.engines.base import EngineError, Outcome, Request
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
+from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer
 from npu_vlrl.hardware import select
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout import remote
-from npu_vlrl.rollout.inprocess import InProcessEngine
-from npu_vlrl.rollout.rounds import EngineError, Outcome, Request
-from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer
-from npu_vlrl.sync.world import PeerError, World, join
+from npu_vlrl.network.world import PeerError, World, join
 from npu_vlrl.types import Trajectory
 from tests.support.episodes import RecordingEngine, Reply, Stage, long_episode, picture, task
 from tests.support.models import load

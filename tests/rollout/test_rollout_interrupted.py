@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from npu_vlrl.rollout.inprocess import InProcessEngine
-from npu_vlrl.rollout.kv import KeyValues
-from npu_vlrl.rollout.rounds import Outcome, Request
+from npu_vlrl.engines.base import Outcome, Request
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
+from npu_vlrl.engines.inprocess.kv_cache import KeyValues
 from npu_vlrl.types import Generation, SamplingParams, StopReason, Trajectory
 from npu_vlrl.workflow.export import export
 from tests.support.episodes import RecordingEngine, Stage, long_episode

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 
-from npu_vlrl.rollout.inprocess import InProcessEngine
-from npu_vlrl.rollout.rounds import Request
+from npu_vlrl.engines.base import Request
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.types import Generation, SamplingParams
 from tests.support.episodes import Stage
 from tests.support.models import KINDS, is_vision, load, loaded, tiny_folder

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from npu_vlrl.rollout.rounds import Session
+from npu_vlrl.engines.base import Session
 from npu_vlrl.types import Generation
 from tests.support.episodes import Reply, Stage, task
 from tests.support.models import KINDS, is_vision, load, loaded, tiny_folder

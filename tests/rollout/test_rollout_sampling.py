@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from npu_vlrl.rollout.sampling import Filters, draw, processed_logprobs, uniforms
+from npu_vlrl.engines.inprocess.sampling import Filters, draw, processed_logprobs, uniforms
 from npu_vlrl.types import SamplingParams
 
 NOTHING = torch.zeros(12, dtype=torch.bool)

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from npu_vlrl.rollout import remote
-from npu_vlrl.rollout.local import LocalEngine
-from npu_vlrl.rollout.rounds import Outcome, Request
-from npu_vlrl.rollout.serve import Duties, serve
+from npu_vlrl.engines import remote
+from npu_vlrl.engines.base import Outcome, Request
+from npu_vlrl.engines.local import LocalEngine
+from npu_vlrl.engines.messages import WeightsChanged
+from npu_vlrl.engines.serve import Duties, serve
+from npu_vlrl.network.channel import Channel, Peer
 from npu_vlrl.sync.buckets import Holder
-from npu_vlrl.sync.channel import Channel, Peer
 from tests.support.sockets import connected
 
 
@@ -49,7 +50,7 @@ def test_all_sleep_after_a_rollout() -> None:
         return SimpleNamespace(size=2, engines=[1], channel=lambda rank: channel, close=channel.close, **limits)
 
     def load(scratch: Path) -> tuple[LocalEngine, Duties]:
-        changed = {"weights_changed": lambda message: there.weights_changed(message.content["version"])}
+        changed = {WeightsChanged: lambda message: there.weights_changed(message.version)}
         return there, lambda world, engine: changed
 
     follower = threading.Thread(target=serve, args=(world(far), load), daemon=True)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_vlrl.data.source import TaskSource
+from npu_vlrl.engines.base import EngineEnded, EngineError, Outcome, Request, RoundEngine
 from npu_vlrl.rollout.collect import Rollout
 from npu_vlrl.rollout.judgements import RolloutError
-from npu_vlrl.rollout.rounds import EngineEnded, EngineError, Outcome, Request, RoundEngine
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import RETRIES, Episodes, Stream, interrupted_share
 from npu_vlrl.types import Generation, StopReason, Trajectory

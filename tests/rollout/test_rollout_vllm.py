@@ -17,11 +17,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from npu_vlrl.cli import main
 from npu_vlrl.config import LoraConfig
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.engines.base import Request
+from npu_vlrl.engines.vllm.adapter import AdapterFolder
+from npu_vlrl.engines.vllm.prompt import collapsed, size_limits
+from npu_vlrl.engines.vllm.prompt import picture as pixels
 from npu_vlrl.hardware.cpu import CpuPlatform
-from npu_vlrl.rollout.rounds import Request
-from npu_vlrl.rollout.vllm_adapter import AdapterFolder
-from npu_vlrl.rollout.vllm_prompt import collapsed, size_limits
-from npu_vlrl.rollout.vllm_prompt import picture as pixels
 from npu_vlrl.types import Image, ImageInput, SamplingParams
 from tests.support.episodes import picture
 from tests.support.models import load, tiny_folder

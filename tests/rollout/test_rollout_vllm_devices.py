@@ -17,12 +17,12 @@ import torch
 
 from npu_vlrl import processes
 from npu_vlrl.config import load_config
+from npu_vlrl.engines.vllm import engine as vllm
+from npu_vlrl.engines.vllm.engine import VllmEngine
+from npu_vlrl.engines.vllm.worker import WeightTaker
 from npu_vlrl.hardware import PLATFORMS, Memory
 from npu_vlrl.hardware.cpu import CpuPlatform
-from npu_vlrl.rollout import vllm
-from npu_vlrl.rollout.vllm import VllmEngine
-from npu_vlrl.rollout.vllm_worker import WeightTaker
-from npu_vlrl.sync.world import own_device
+from npu_vlrl.network.world import own_device
 from tests.support.models import load, tiny_folder
 
 

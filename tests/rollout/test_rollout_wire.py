@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.rollout.rounds import EngineError, Outcome, Request
-from npu_vlrl.rollout.wire import RoundReader, RoundWriter, pack_outcomes, unpack_outcomes
-from npu_vlrl.sync.channel import Message
+from npu_vlrl.engines.base import EngineCounts, EngineError, Outcome, Request
+from npu_vlrl.engines.messages import RequestReader, RequestWriter, pack_outcomes, unpack_outcomes
 from npu_vlrl.types import Generation, Image, ImageInput, SamplingParams, StopReason
 
+M = TypeVar("M")
 
-def sent(content: dict[str, Any], blobs: Sequence[bytes]) -> Message:
-    """As a channel would deliver it: JSON and bytes."""
-    return Message("round", json.loads(json.dumps(content, allow_nan=False)), tuple(bytes(blob) for blob in blobs))
+
+def sent(message: M) -> M:
+    """As a channel would deliver it."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
 def picture(seed: int, side: int = 4) -> ImageInput:
@@ -54,10 +55,10 @@ requests = st.builds(
 
 @settings(max_examples=50)
 @given(st.lists(st.lists(requests, min_size=1, max_size=4), min_size=1, max_size=3), st.sampled_from([0, 100, 10**6]))
-def test_rounds_arrive_as_they_were_sent(rounds: list[list[Request]], kept_bytes: int) -> None:
-    writer, reader = RoundWriter(kept_bytes), RoundReader()
+def test_rounds_arrive_as_they_were_sent(rounds: list[list[Request]], cache_bytes: int) -> None:
+    writer, reader = RequestWriter(cache_bytes), RequestReader()
     for one in rounds:
-        arrived = reader.unpack(sent(*writer.pack(one)))
+        arrived = reader.unpack(sent(writer.pack(one)))
         assert arrived == one
         for there, here in zip(arrived, one, strict=True):
             assert there.prompt() == here.prompt()
@@ -66,24 +67,24 @@ def test_rounds_arrive_as_they_were_sent(rounds: list[list[Request]], kept_bytes
 
 
 def test_pixels_travel_once() -> None:
-    writer = RoundWriter()
-    _, first = writer.pack([request(0, [picture(0), picture(1)]), request(1, [picture(0)])])
-    assert [len(blob) for blob in first] == [4 * 8, 4 * 6 * 3, 4 * 6 * 3]  # ids of 8 bytes, then two pictures
-    content, second = writer.pack([request(0, [picture(0), picture(2)]), request(2, [picture(1)])])
-    assert len(second) == 2 and second[1] == picture(2).image.rgb.tobytes()
-    assert [size for *_, size in content["pictures"]] == [None, (4, 6), None]
+    writer = RequestWriter()
+    first = writer.pack([request(0, [picture(0), picture(1)]), request(1, [picture(0)])])
+    assert len(first.token_ids) == 4 * 8 and [len(pixels) for pixels in first.images.pixels] == [4 * 6 * 3, 4 * 6 * 3]
+    second = writer.pack([request(0, [picture(0), picture(2)]), request(2, [picture(1)])])
+    assert second.images.pixels == [picture(2).image.rgb.tobytes()]
+    assert [entry.size for entry in second.images.entries] == [None, (4, 6), None]
 
 
 def test_old_pictures_are_dropped_by_both_and_sent_again() -> None:
     one = picture(0).image.rgb.nbytes
-    writer, reader = RoundWriter(kept_bytes=2 * one), RoundReader()
+    writer, reader = RequestWriter(cache_bytes=2 * one), RequestReader()
 
     def play(*seeds: int) -> tuple[list[str], int]:
         """Which pictures are dropped, and how many travel."""
         asked = [request(0, [picture(seed) for seed in seeds])]
-        content, blobs = writer.pack(asked)
-        assert reader.unpack(sent(content, blobs)) == asked
-        return content["dropped"], len(blobs) - 1
+        packed = writer.pack(asked)
+        assert reader.unpack(sent(packed)) == asked
+        return packed.images.dropped, len(packed.images.pixels)
 
     names = [picture(seed).image.hash for seed in range(5)]
     assert play(0) == ([], 1)
@@ -96,12 +97,13 @@ def test_old_pictures_are_dropped_by_both_and_sent_again() -> None:
 
 
 def test_other_pixels_than_announced_are_refused() -> None:
-    content, blobs = RoundWriter().pack([request(0, [picture(0)])])
-    flipped = bytearray(blobs[1])
+    packed = RequestWriter().pack([request(0, [picture(0)])])
+    flipped = bytearray(packed.images.pixels[0])
     flipped[7] ^= 1
-    with pytest.raises(ValueError, match=f"picture {picture(0).image.hash[:12]} came with the pixels of"):
-        RoundReader().unpack(sent(content, [blobs[0], flipped]))
-    RoundReader().unpack(sent(content, blobs))
+    damaged = msgspec.structs.replace(packed.images, pixels=[bytes(flipped)])
+    with pytest.raises(ValueError, match=f"image {picture(0).image.hash[:12]} came with the pixels of"):
+        RequestReader().unpack(sent(msgspec.structs.replace(packed, images=damaged)))
+    RequestReader().unpack(sent(packed))
 
 
 # --- outcomes --------------------------------------------------------------------------------------------------------
@@ -124,7 +126,9 @@ def bits(outcome: Outcome) -> object:
 @settings(max_examples=50)
 @given(st.lists(generations | st.text(max_size=5).map(ValueError), max_size=5))
 def test_outcomes_arrive_bit_for_bit(outcomes: list[Outcome]) -> None:
-    arrived = unpack_outcomes(sent(*pack_outcomes(outcomes)), "engine 1")
+    answers = sent(pack_outcomes(outcomes, EngineCounts(1, 2, 3)))
+    assert answers.counts == EngineCounts(1, 2, 3)
+    arrived = unpack_outcomes(answers, "engine 1")
     assert [bits(outcome) for outcome in arrived] == [bits(outcome) for outcome in outcomes]
     for outcome in arrived:
         if isinstance(outcome, Generation):
@@ -133,7 +137,7 @@ def test_outcomes_arrive_bit_for_bit(outcomes: list[Outcome]) -> None:
 
 
 def test_what_is_no_fault_of_the_request_names_the_engine() -> None:
-    message = sent(*pack_outcomes([ValueError("too long"), MemoryError("out of memory")]))
+    message = sent(pack_outcomes([ValueError("too long"), MemoryError("out of memory")], EngineCounts()))
     refused, failed = unpack_outcomes(message, "engine 2 (rank 2)")
     assert type(refused) is ValueError and str(refused) == "too long"
     assert isinstance(failed, EngineError) and str(failed) == "engine 2 (rank 2): MemoryError: out of memory"

@@ -11,10 +11,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from npu_vlrl.config import WorkflowConfig
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout.collect import play
-from npu_vlrl.rollout.inprocess import InProcessEngine
 from npu_vlrl.types import (
     EngineSession,
     Generation,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npu_vlrl.engines.vllm.engine import VllmEngine
 from npu_vlrl.model.load import LoadedModel
-from npu_vlrl.rollout.vllm import VllmEngine
 from npu_vlrl.types import Generation, Sample, Segment
 from npu_vlrl.workflow.export import export
 from tests.support.episodes import Stage, long_episode

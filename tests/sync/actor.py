@@ -22,12 +22,13 @@ from torch import Tensor
 
 from npu_vlrl.hardware import select
 from npu_vlrl.kernels import use
+from npu_vlrl.network.messages import Failed, Message, Ready, Stop
+from npu_vlrl.network.world import PeerError, World, join, leave
 from npu_vlrl.sync import buckets
 from npu_vlrl.sync.buckets import in_place
 from npu_vlrl.sync.plan import Plan
 from npu_vlrl.sync.transfer import Checksums
-from npu_vlrl.sync.weights import SyncError, WeightReceiver, WeightSender
-from npu_vlrl.sync.world import PeerError, World, join, leave
+from npu_vlrl.sync.weights import Decision, SyncError, WeightReceiver, Weights, WeightSender
 from tests.support.ranks import free_port
 from tests.sync.models import Model, TinyModel, fingerprint, state, train
 
@@ -49,14 +50,14 @@ def engine(world: World, model: Model, parameters: dict[str, Tensor] | None = No
     receiver.version = -1  # one from before, so that it shows when there is none
     history: list[Seen] = [{"version": receiver.version, **state(model)}]
     try:
-        while (message := channel.receive()).kind == "weights":
+        while isinstance(message := channel.receive(), Weights):
             receiver.receive(message)
             history.append({"version": receiver.version, **state(model)})
     except RuntimeError as error:
         if not isinstance(error, PeerError):
-            channel.send("error", {"message": str(error)})
+            channel.send(Failed(str(error)))
         return {"history": history, "after": {"version": receiver.version, **state(model)}, **told(error)}
-    channel.send("stopped")
+    channel.send(Ready())
     return {"history": history}
 
 
@@ -81,8 +82,8 @@ class Learner:
 def stop(world: World) -> None:
     """Lets the engines go on to the next scenario; what they still had to say is dropped."""
     for rank in range(1, world.size):
-        world.channel(rank).send("stop")
-        while world.channel(rank).receive(TIMEOUT_S).kind != "stopped":
+        world.channel(rank).send(Stop())
+        while not isinstance(world.channel(rank).receive(TIMEOUT_S), Ready):
             pass
 
 
@@ -254,10 +255,10 @@ def learner_dies(folder: Path, world: World) -> Seen:
 def learner_dies_late(folder: Path, world: World) -> Seen:
     """The learner is killed when it has told one engine to commit, and not yet the others."""
 
-    def only_the_first(sender: WeightSender, kind: str, content: Seen | None = None) -> None:
+    def only_the_first(sender: WeightSender, message: Message) -> None:
         for channel in sender._channels:
-            channel.send(kind, content)
-            if kind == "commit":
+            channel.send(message)
+            if message == Decision(commit=True):
                 _die()
 
     if world.rank == 0:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from npu_vlrl.hardware import select
+from npu_vlrl.network.messages import Failed, Stop
+from npu_vlrl.network.world import World, join
 from npu_vlrl.sync import disk
 from npu_vlrl.sync.buckets import in_place
 from npu_vlrl.sync.disk import DiskReceiver, DiskSender
-from npu_vlrl.sync.weights import SyncError
-from npu_vlrl.sync.world import World, join
+from npu_vlrl.sync.weights import SyncError, Weights
 
 SHAPES = {"a": (300, 7), "b": (5,), "c": (64, 64), "frozen": (3, 3)}
 BUCKET_BYTES = 4096
@@ -54,7 +55,7 @@ def learner(world: World, folder: Path) -> list[Any]:
     update(4)  # what was dropped is sent again
     own["b"].add_(1)
     with_damage(lambda file: file.write_bytes(file.read_bytes()[:-4]), update, 5)
-    world.channel(1).send("stop")
+    world.channel(1).send(Stop())
     return seen
 
 
@@ -81,11 +82,11 @@ def engine(world: World) -> list[Any]:
     channel = world.channel(0)
     receiver = DiskReceiver(world, in_place(own))
     seen: list[Any] = []
-    while (message := channel.receive()).kind == "weights":
+    while isinstance(message := channel.receive(), Weights):
         try:
             version = receiver.receive(message)
         except SyncError as error:
-            channel.send("error", {"message": str(error)})
+            channel.send(Failed(str(error)))
             version = None
         seen.append([version, sums(own)])
     return seen

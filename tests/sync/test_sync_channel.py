@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 import struct
@@ -9,14 +10,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
 from npu_vlrl.hardware import HardwareError
 from npu_vlrl.hardware.cpu import CpuPlatform
-from npu_vlrl.sync import world
-from npu_vlrl.sync.channel import Channel, Message, Peer, PeerError
+from npu_vlrl.network import world
+from npu_vlrl.network.channel import Channel, PeerError
+from npu_vlrl.network.messages import Failed, Message, Peer, Ready, Stop, Welcome
 from tests.support.sockets import connected
 
 LEARNER, ENGINE = Peer(0, "learner", "here", 11), Peer(1, "engine 1", "there", 12)
@@ -32,22 +36,70 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
     far.close()
 
 
+class Everything(Message):
+    """One field of each type that messages have."""
+
+    number: float
+    counts: list[int]
+    raw: bytes
+    peer: Peer | None
+
+
 def test_a_message_arrives_as_it_was_sent(ends: tuple[Channel, socket.socket]) -> None:
     near, far = ends
     other = Channel(far, LEARNER, 5.0)
-    content = {"a": [1, 2.5, None, True], "ü": {"nested": "\n"}}
     large = bytes(range(256)) * 20000  # more than a socket holds
-    sending = threading.Thread(target=other.send, args=("kind", content, [b"", b"\x00\xff", large]))
+    message = Everything(-0.0, [2**63 - 1, -(2**63)], large, ENGINE)
+    sending = threading.Thread(target=other.send, args=(message,))
     sending.start()
-    assert near.receive(5.0) == Message("kind", content, (b"", b"\x00\xff", large))
+    arrived = near.receive(5.0)
     sending.join()
-    other.send("bare")
-    assert near.receive() == Message("bare")
+    assert arrived == message and isinstance(arrived, Everything)
+    assert math.copysign(1, arrived.number) == -1 and type(arrived.raw) is bytes
+    other.send(Everything(math.nan, [], b"", None))
+    again = near.receive()
+    assert isinstance(again, Everything) and math.isnan(again.number)
 
 
-def test_a_number_that_json_does_not_have_is_refused(ends: tuple[Channel, socket.socket]) -> None:
-    with pytest.raises(ValueError, match="JSON compliant"):
-        ends[0].send("kind", {"loss": float("nan")})
+def test_names_of_messages_are_unique() -> None:
+    import npu_vlrl.acceptance.training
+    import npu_vlrl.engines.messages
+    import npu_vlrl.learner.messages
+    import npu_vlrl.sync.disk  # noqa: F401
+
+    names = [kind.__name__ for kind in Message.__subclasses__()]
+    assert len(names) == len(set(names)) > 15
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "said"),
+    [
+        (b"Nonsense", {}, "sent 'Nonsense', which is no message here"),
+        (b"Failed", {"reason": 3}, r"sent a malformed Failed \(Expected `str`, got `int` - at `\$.reason`\)"),
+        (b"Failed", {}, "sent a malformed Failed .*missing required field `reason`"),
+        (b"Ready", {"more": 1}, "sent a malformed Ready .*unknown field `more`"),
+    ],
+)
+def test_a_message_of_another_release_is_refused(
+    ends: tuple[Channel, socket.socket], name: bytes, body: dict[str, Any], said: str
+) -> None:
+    near, far = ends
+    packed = msgspec.msgpack.encode(body)
+    far.sendall(struct.pack("<HQ", len(name), len(packed)) + name + packed)
+    with pytest.raises(PeerError, match=f"^engine 1 .* {said}"):
+        near.receive(1.0)
+
+
+def test_what_is_expected_comes_or_the_reason_why_not(ends: tuple[Channel, socket.socket]) -> None:
+    near, far = ends
+    other = Channel(far, LEARNER, 5.0)
+    for message in (Ready(), Failed("no memory"), Stop()):
+        other.send(message)
+    assert near.expect(Ready, 5.0, OSError) == Ready()  # type: ignore[arg-type]
+    with pytest.raises(OSError, match=r"^engine 1 \(rank 1, process 12 on there\): no memory$"):
+        near.expect(Ready, 5.0, OSError)  # type: ignore[arg-type]
+    with pytest.raises(PeerError, match="^engine 1 .* gave up in the middle of the work"):
+        near.expect(Ready, 5.0, OSError)  # type: ignore[arg-type]
 
 
 def test_a_silent_peer_is_named(ends: tuple[Channel, socket.socket]) -> None:
@@ -60,20 +112,20 @@ def test_a_silent_peer_is_named(ends: tuple[Channel, socket.socket]) -> None:
 
 def test_a_peer_that_stops_in_the_middle_is_named(ends: tuple[Channel, socket.socket]) -> None:
     near, far = ends
-    far.sendall(struct.pack("<QQ", 20, 0) + b'["kind"')
+    far.sendall(struct.pack("<HQ", 5, 20) + b"Ready" + b"\x80")
     with pytest.raises(PeerError, match=r"stopped in the middle of a message for 0\.3 s"):
         near.receive(1.0)
 
 
 def test_a_peer_that_takes_nothing_is_named(ends: tuple[Channel, socket.socket]) -> None:
     with pytest.raises(PeerError, match=r"took no data for 0\.3 s"):
-        ends[0].send("kind", {}, [bytes(2**25)])
+        ends[0].send(Failed("x" * 2**25))
 
 
-def test_no_room_is_made_for_an_impossible_header(ends: tuple[Channel, socket.socket]) -> None:
+def test_no_room_is_made_for_an_impossible_message(ends: tuple[Channel, socket.socket]) -> None:
     near, far = ends
-    far.sendall(struct.pack("<QQ", 2**62, 0))
-    with pytest.raises(PeerError, match=f"header of {2**62} bytes"):
+    far.sendall(struct.pack("<HQ", 5, 2**62))
+    with pytest.raises(PeerError, match=f"message of {2**62} bytes, which none has"):
         near.receive(1.0)
 
 
@@ -90,15 +142,15 @@ def test_a_peer_that_ends_is_named_by_every_call(ends: tuple[Channel, socket.soc
         near.receive(1.0)
     with pytest.raises(PeerError, match=r"^engine 1 .* is gone"):
         for _ in range(100):  # the first ones may still be taken by the system
-            near.send("kind", {"text": "x" * 10000})
+            near.send(Failed("x" * 10000))
 
 
 def test_what_a_peer_said_before_its_end_is_read_first(ends: tuple[Channel, socket.socket]) -> None:
     near, far = ends
-    Channel(far, LEARNER, 5.0).send("last words")
+    Channel(far, LEARNER, 5.0).send(Failed("last words"))
     far.close()
     near.check_alive()
-    assert near.receive(5.0).kind == "last words"
+    assert near.receive(5.0) == Failed("last words")
 
 
 def test_a_lost_machine_is_noticed_by_the_system(ends: tuple[Channel, socket.socket]) -> None:
@@ -144,8 +196,8 @@ def test_strangers_are_sent_away_unread(monkeypatch: pytest.MonkeyPatch) -> None
     channels = [world._connect(learner.store, "127.0.0.1", engine, 5.0) for engine in engines]
     learner.thread.join()
     assert {rank: channel.peer for rank, channel in learner.found.items()} == {2: engines[0], 1: engines[1]}
-    learner.found[1].send("welcome")
-    assert channels[1].receive(5.0).kind == "welcome"
+    learner.found[1].send(Welcome(engines))
+    assert channels[1].receive(5.0) == Welcome(engines)
     for channel in (*channels, *learner.found.values()):
         channel.close()
 

@@ -11,13 +11,21 @@ import pytest
 import torch
 
 from npu_vlrl.hardware import HardwareError
+from npu_vlrl.network.channel import Channel
+from npu_vlrl.network.messages import Message, Peer
+from npu_vlrl.network.world import World
 from npu_vlrl.sync import transfer
 from npu_vlrl.sync.buckets import in_place
-from npu_vlrl.sync.channel import Channel, Message, Peer
 from npu_vlrl.sync.plan import make_plan
 from npu_vlrl.sync.transfer import POLL_S, TransferTimeout, guarded
-from npu_vlrl.sync.weights import WeightReceiver, count_optimizer_steps
-from npu_vlrl.sync.world import World
+from npu_vlrl.sync.weights import (
+    Decision,
+    Parameters,
+    Staged,
+    WeightReceiver,
+    Weights,
+    count_optimizer_steps,
+)
 from tests.support.sockets import connected
 
 
@@ -134,15 +142,14 @@ def test_a_word_of_the_learner_that_comes_at_once_is_its_answer(world: Any, monk
     world.timeout_s, world.weights_group, world.channel = 5.0, None, lambda rank: engine
     receiver, say = WeightReceiver(world, in_place({})), engine.send
 
-    def answered(kind: str, content: dict[str, Any]) -> None:
-        say(kind, content)
-        learner.send("commit")
+    def answered(message: Message) -> None:
+        say(message)
+        learner.send(Decision(commit=True))
         time.sleep(5 * POLL_S)
 
     monkeypatch.setattr(engine, "send", answered)
-    update = {"version": 3, "plan": make_plan([], 512).checksum, "names": [], "bucket_bytes": 512}
-    assert receiver.receive(Message("weights", update)) == 3
-    assert [learner.receive(5.0).kind for _ in range(2)] == ["parameters", "staged"]
+    assert receiver.receive(Weights(3, make_plan([], 512).checksum, [], 512)) == 3
+    assert [learner.receive(5.0) for _ in range(2)] == [Parameters([]), Staged([])]
 
 
 class Silent(torch.optim.Optimizer):

@@ -15,12 +15,12 @@ from unittest.mock import patch
 import torch
 
 from npu_vlrl.config import ModelConfig
+from npu_vlrl.engines import remote
+from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer
+from npu_vlrl.engines.vllm.engine import VllmEngine, import_vllm
 from npu_vlrl.hardware import select
 from npu_vlrl.model.load import load_model
-from npu_vlrl.rollout import remote
-from npu_vlrl.rollout.serve import Duties, serve, weights_by_transfer
-from npu_vlrl.rollout.vllm import VllmEngine, import_vllm
-from npu_vlrl.sync.world import World, join
+from npu_vlrl.network.world import World, join
 from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import export
 from tests.support.episodes import RecordingEngine, Stage, long_episode

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npu_vlrl.config import LoraConfig
-from npu_vlrl.rollout.vllm_adapter import AdapterFolder
+from npu_vlrl.engines.vllm.adapter import AdapterFolder
 from tests.support.learning import SMALL_LORA
 from tests.support.models import KINDS, load, tiny_folder
 from tests.support.scoring import TOLERANCE

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from npu_vlrl.rollout.rounds import EngineError, Request
-from npu_vlrl.rollout.vllm import CPU_TURNS, LOGPROBS
+from npu_vlrl.engines.base import EngineError, Request
+from npu_vlrl.engines.vllm.engine import CPU_TURNS, LOGPROBS
 from npu_vlrl.types import Generation, SamplingParams, Segment, SegmentKind, StopReason
 from npu_vlrl.workflow.export import export
 from tests.support.episodes import Reply, picture, task

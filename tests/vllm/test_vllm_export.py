@@ -13,8 +13,8 @@ from PIL import Image as Pillow
 from transformers import AutoProcessor, AutoTokenizer
 
 from npu_vlrl.config import LoraConfig
+from npu_vlrl.engines.vllm.engine import import_vllm
 from npu_vlrl.model.folder import export_model
-from npu_vlrl.rollout.vllm import import_vllm
 from tests.support.models import KINDS, is_vision, load, plain_model, tiny_folder
 
 HIDDEN = 128  # heads of 32: vLLM's attention on a CPU knows none of 16

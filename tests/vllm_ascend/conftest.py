@@ -17,7 +17,7 @@ else:
     host_cann.start()
 
     from npu_vlrl import kernels
-    from npu_vlrl.rollout.vllm import import_vllm
+    from npu_vlrl.engines.vllm.engine import import_vllm
 
     import_vllm()
     kernels.use("npu")

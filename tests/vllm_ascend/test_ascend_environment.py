@@ -12,9 +12,9 @@ from vllm_ascend.platform import NPUPlatform
 from vllm_ascend.worker.worker import NPUWorker
 
 from npu_vlrl.cli import main
+from npu_vlrl.engines.vllm.worker import WeightTaker
 from npu_vlrl.hardware import npu
 from npu_vlrl.hardware.npu import NpuPlatform
-from npu_vlrl.rollout.vllm_worker import WeightTaker
 from tests.support.ranks import ROOT
 
 

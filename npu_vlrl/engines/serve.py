@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
-from npu_vlrl.rollout.local import LocalEngine
-from npu_vlrl.rollout.wire import RoundReader, pack_outcomes
-from npu_vlrl.sync.channel import Channel, Message
+from npu_vlrl.engines.local import LocalEngine
+from npu_vlrl.engines.messages import (
+    ForgetFeatures,
+    Pause,
+    Probe,
+    RequestReader,
+    Round,
+    Sleep,
+    pack_outcomes,
+)
+from npu_vlrl.network.channel import Channel
+from npu_vlrl.network.messages import Begin, Failed, Message, Ready, Stop
+from npu_vlrl.network.world import LEARNER, PeerError, World
 from npu_vlrl.sync.disk import DiskReceiver
-from npu_vlrl.sync.weights import SyncError, WeightReceiver
-from npu_vlrl.sync.world import LEARNER, PeerError, World
+from npu_vlrl.sync.weights import SyncError, WeightReceiver, Weights
 
-Handlers = Mapping[str, Callable[[Message], None]]
+Handlers = Mapping[type[Message], Callable[[Any], None]]
 """What to do with a message of each kind."""
 
 Duties = Callable[[World, LocalEngine], Handlers]
@@ -32,13 +41,13 @@ def weights_from_disk(world: World, engine: LocalEngine) -> Handlers:
 
 
 def _by(receiver: WeightReceiver, engine: LocalEngine) -> Handlers:
-    def weights(message: Message) -> None:
+    def weights(message: Weights) -> None:
         version = receiver.receive(message)
         if version is None:
             raise SyncError("the weights that arrived were not those that were sent; this engine holds no version")
         engine.weights_changed(version)
 
-    return {"weights": weights}
+    return {Weights: weights}
 
 
 def serve(world: World, load: Callable[[Path], tuple[LocalEngine, Duties]]) -> None:
@@ -50,42 +59,44 @@ def serve(world: World, load: Callable[[Path], tuple[LocalEngine, Duties]]) -> N
     channel = world.channel(LEARNER)
     try:
         first = channel.receive()
-        if first.kind == "stop":
+        if isinstance(first, Stop):
             return
-        engine, duties = load(Path(first.content["scratch"]))
-        channel.send("ready")
+        assert isinstance(first, Begin), f"the learner sent {type(first).__name__} instead of Begin"
+        engine, duties = load(Path(first.scratch))
+        channel.send(Ready())
         handlers = {**_rounds(channel, engine), **duties(world, engine)}
-        while (message := channel.receive()).kind != "stop":
-            assert message.kind in handlers, f"the learner sent {message.kind}"
-            handlers[message.kind](message)
+        while not isinstance(message := channel.receive(), Stop):
+            assert type(message) in handlers, f"the learner sent {type(message).__name__}"
+            handlers[type(message)](message)
     except PeerError:
         raise
     except Exception as error:
         with suppress(PeerError):
-            channel.send("error", {"message": f"{type(error).__name__}: {error}"})
-            while channel.receive().kind != "stop":
+            channel.send(Failed(f"{type(error).__name__}: {error}"))
+            while not isinstance(channel.receive(), Stop):
                 pass
         raise
 
 
 def _rounds(channel: Channel, engine: LocalEngine) -> Handlers:
-    """A message that comes during a round interrupts it; "pause" says nothing else."""
-    reader = RoundReader()
+    """A message that comes during a round interrupts it; `Pause` asks for nothing else."""
+    reader = RequestReader()
     engine.interrupted = channel.waiting
 
-    def play(message: Message) -> None:
-        for number in message.content["closed"]:
+    def play(message: Round) -> None:
+        for number in message.closed:
             engine.forget_session(number)
-        content, blobs = pack_outcomes(engine.sample(reader.unpack(message)))
-        channel.send("answers", {**content, "counts": astuple(engine.counted())}, blobs)
+        outcomes = engine.sample(reader.unpack(message.requests))
+        channel.send(pack_outcomes(outcomes, engine.counted()))
 
-    def probe(message: Message) -> None:
-        channel.send("answers", *pack_outcomes(engine.sample_probe(reader.unpack(message))))
+    def probe(message: Probe) -> None:
+        outcomes = engine.sample_probe(reader.unpack(message.requests))
+        channel.send(pack_outcomes(outcomes, engine.counted()))
 
     return {
-        "round": play,
-        "probe": probe,
-        "pause": lambda _: None,
-        "sleep": lambda _: engine.sleep(),
-        "forget_features": lambda _: engine.forget_features(),
+        Round: play,
+        Probe: probe,
+        Pause: lambda _: None,
+        Sleep: lambda _: engine.sleep(),
+        ForgetFeatures: lambda _: engine.forget_features(),
     }

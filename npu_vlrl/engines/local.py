@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-from npu_vlrl.rollout.rounds import EngineCounts, Outcome, Request, RoundEngine
+from npu_vlrl.engines.base import EngineCounts, Outcome, Request, RoundEngine
 from npu_vlrl.sync.buckets import Holder
 
 OWN = "the engine of this process"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from npu_vlrl.engines.inprocess.kv_cache import KeyValues
+from npu_vlrl.engines.inprocess.sampling import Filters, draw, processed_logprobs, uniforms
 from npu_vlrl.hardware.base import Recorder
 from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.rollout.kv import KeyValues
-from npu_vlrl.rollout.sampling import Filters, draw, processed_logprobs, uniforms
 from npu_vlrl.types import SamplingParams
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)

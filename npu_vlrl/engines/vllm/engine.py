@@ -3,10 +3,10 @@
 vLLM has weights of its own. After an update those that are trained are copied into them in place, and what vLLM keeps
 of the old ones is dropped: keys and values of prompts, and features of pictures. In the learner's process they are
 copied from the learner's; in an engine process they arrive in buckets, see `sync/weights.py`. There vLLM runs in worker
-processes of its own, which open the buckets by name (`rollout/shared.py`). An adapter is no part of the weights: vLLM
-computes it beside them, as the learner does, and reads each new one from a folder (`rollout/vllm_adapter.py`).
+processes of its own, which open the buckets by name (`engines/vllm/buckets.py`). An adapter is no part of the weights:
+vLLM computes it beside them, as the learner does, and reads each new one from a folder (`engines/vllm/adapter.py`).
 
-What it reads is in `rollout/vllm_prompt.py`. That a prompt comes back as it was is checked.
+What it reads is in `engines/vllm/prompt.py`. That a prompt comes back as it was is checked.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch import Tensor
 
 from npu_vlrl.config import ConfigError
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.engines.base import EngineError, Outcome, Request
+from npu_vlrl.engines.local import LocalEngine
+from npu_vlrl.engines.vllm.adapter import AdapterFolder
+from npu_vlrl.engines.vllm.buckets import handle_of, shared_room
+from npu_vlrl.engines.vllm.prompt import collapsed, picture, size_limits
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.rollout.local import LocalEngine
-from npu_vlrl.rollout.rounds import EngineError, Outcome, Request
-from npu_vlrl.rollout.shared import handle_of, shared_room
-from npu_vlrl.rollout.vllm_adapter import AdapterFolder
-from npu_vlrl.rollout.vllm_prompt import collapsed, picture, size_limits
 from npu_vlrl.sync.buckets import Holder, handed_over
 from npu_vlrl.sync.plan import Fact, Plan, make_plan
 from npu_vlrl.types import Generation, SamplingParams, StopReason
@@ -67,7 +67,7 @@ WORK_BYTES = 2**32
 LOGPROBS = "processed_logprobs"
 """Of the distribution that is drawn from: after temperature, limits and the bias of forbidden ids."""
 
-WORKER_EXTENSION = "npu_vlrl.rollout.vllm_worker.WeightTaker"
+WORKER_EXTENSION = "npu_vlrl.engines.vllm.worker.WeightTaker"
 
 BUCKET_BYTES = 2**28
 """What the learner's weights are copied to workers through, where both are on one machine."""

@@ -8,7 +8,7 @@ import PIL.Image
 
 from npu_vlrl.data.images import MAX_ASPECT
 from npu_vlrl.data.processor import ImageProcessor
-from npu_vlrl.rollout.rounds import Request
+from npu_vlrl.engines.base import Request
 from npu_vlrl.types import Image
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from npu_vlrl.rollout.shared import Handle, opened, settled
+from npu_vlrl.engines.vllm.buckets import Handle, opened, settled
 from npu_vlrl.sync.plan import Fact, Place, Plan
 
 with suppress(ModuleNotFoundError):  # there are no workers where vLLM is not installed

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from npu_vlrl.hardware import HardwareError, Platform
 from npu_vlrl.hardware.collective import keep_gloo_on_this_machine
-from npu_vlrl.sync.channel import Channel, Peer, PeerError
+from npu_vlrl.network.channel import Channel, PeerError
+from npu_vlrl.network.messages import Hello, Peer, Welcome
 
 __all__ = ["Channel", "Peer", "PeerError", "World", "is_engine", "join", "leave", "local_rank", "started_processes"]
 
@@ -188,11 +189,10 @@ def join(
         channels = _accept(store, host, size, timeout_s, start_timeout_s)
         peers = [me, *(channels[other].peer for other in range(1, size))]
         for channel in channels.values():
-            channel.send("welcome", {"peers": [[p.rank, p.name, p.host, p.pid] for p in peers]})
+            channel.send(Welcome(peers))
     else:
         channels = {LEARNER: _connect(store, host, me, timeout_s)}
-        welcome = channels[LEARNER].receive(start_timeout_s)
-        peers = [Peer(*values) for values in welcome.content["peers"]]
+        peers = channels[LEARNER].expect(Welcome, start_timeout_s, RuntimeError).peers
         channels[LEARNER].peer = peers[LEARNER]
     return World(platform, rank, peers, channels, timeout_s, start_timeout_s, device, learners)
 
@@ -265,7 +265,7 @@ def _connect(store: dist.Store, host: str, me: Peer, timeout_s: float) -> Channe
     except (OSError, RuntimeError) as error:  # the store raises RuntimeErrors
         raise PeerError(learner, f"cannot be reached ({error})") from error
     channel = Channel(connection, learner, timeout_s)
-    channel.send("hello", {"peer": [me.rank, me.name, me.host, me.pid]})
+    channel.send(Hello(me))
     return channel
 
 
@@ -288,7 +288,7 @@ def _accept(store: dist.Store, host: str, size: int, timeout_s: float, start_tim
                 connection.close()
                 continue
             channel = Channel(connection, UNSEEN, timeout_s)
-            channel.peer = Peer(*channel.receive(timeout_s).content["peer"])
+            channel.peer = channel.expect(Hello, timeout_s, RuntimeError).peer
             channels[channel.peer.rank] = channel
     return channels
 

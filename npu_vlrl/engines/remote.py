@@ -15,17 +15,28 @@ from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
-from npu_vlrl.rollout.local import OWN, LocalEngine
-from npu_vlrl.rollout.rounds import EngineCounts, EngineEnded, Outcome, Request, RoundEngine
-from npu_vlrl.rollout.wire import RoundWriter, unpack_outcomes
-from npu_vlrl.sync.channel import Channel, Message
+from npu_vlrl.engines.base import EngineCounts, EngineEnded, Outcome, Request, RoundEngine
+from npu_vlrl.engines.local import OWN, LocalEngine
+from npu_vlrl.engines.messages import (
+    Answers,
+    ForgetFeatures,
+    Pause,
+    Probe,
+    RequestWriter,
+    Round,
+    Sleep,
+    WeightsChanged,
+    unpack_outcomes,
+)
+from npu_vlrl.network.channel import Channel, M
+from npu_vlrl.network.messages import Begin, Ready, Stop
+from npu_vlrl.network.world import PeerError, World
 from npu_vlrl.sync.disk import DiskSender
 from npu_vlrl.sync.weights import WeightSender
-from npu_vlrl.sync.world import PeerError, World
 
 T = TypeVar("T")
 
@@ -38,14 +49,14 @@ def channels(world: World) -> list[Channel]:
 def begin(world: World, scratch: Path) -> None:
     """Lets the other processes load their models; `scratch` is where a `tiny:` model is, or may be written."""
     for channel in channels(world):
-        channel.send("begin", {"scratch": str(scratch)})
+        channel.send(Begin(str(scratch)))
 
 
 def stop(world: World) -> None:
     """Lets the other processes end, those that are still there."""
     for channel in channels(world):
         with suppress(PeerError):
-            channel.send("stop")
+            channel.send(Stop())
     world.close()
 
 
@@ -61,7 +72,7 @@ class SharedEngine(RoundEngine):
         self.world = world
         others = {channel.peer.rank: Link(channel, world.timeout_s) for channel in channels(world)}
         for link in others.values():
-            link.receive("ready", world.start_timeout_s)
+            link.expect(Ready, world.start_timeout_s)
         self.links = [others[rank] for rank in world.engines]
         self._places: list[_Here | Link] = [*([_Here(own)] if own else []), *self.links]
         self._homes: dict[int, _Here | Link] = {}
@@ -143,13 +154,13 @@ class LearnersEngine(SharedEngine):
 
     def weights_changed(self, version: int) -> dict[str, float]:
         for link in self.links:
-            link.channel.send("weights_changed", {"version": version})
+            link.channel.send(WeightsChanged(version))
         self.weight_version = version
         return self._own.weights_changed(version)
 
     def sleep(self) -> None:
         for link in self.links:
-            link.channel.send("sleep")
+            link.channel.send(Sleep())
         self._own.sleep()
 
 
@@ -182,53 +193,49 @@ class Link:
         self.closed: list[int] = []
         """Sessions that it need not keep; told with the next round."""
         self._timeout_s = timeout_s
-        self._writer = RoundWriter()
+        self._writer = RequestWriter()
         self._asked = threading.Event()
         """The last round is on its way to the engine, whole."""
         self._asked.set()
 
     def ask(self, requests: Sequence[Request]) -> Awaitable[list[Outcome]]:
         """Asks at once, in a thread; the answer is awaited."""
-        content, blobs = self._writer.pack(requests)
-        content["closed"], self.closed = self.closed, []
+        asked, closed, self.closed = self._writer.pack(requests), self.closed, []
         self._asked = threading.Event()
-        return in_thread(partial(self._play, content, blobs, self._asked))
+        return in_thread(partial(self._play, Round(asked, closed), self._asked))
 
     def probe(self, requests: Sequence[Request]) -> Callable[[], list[Outcome]]:
         """Asks at once; what it returns waits for the answer."""
-        self.channel.send("probe", *self._writer.pack(requests))
-        return lambda: unpack_outcomes(self.receive("answers", self._timeout_s), self.channel.peer)
+        self.channel.send(Probe(self._writer.pack(requests)))
+        return lambda: unpack_outcomes(self.expect(Answers, self._timeout_s), self.channel.peer)
 
     def pause(self) -> Awaitable[None]:
         """Interrupts the round that is being played; its answer comes as ever. No round must be asked meanwhile."""
 
         def tell() -> None:
             self._asked.wait()
-            self.channel.send("pause")
+            self.channel.send(Pause())
 
         return in_thread(tell)
 
     def forget_features(self) -> None:
-        self.channel.send("forget_features")
+        self.channel.send(ForgetFeatures())
 
     def forget_session(self, number: int) -> None:
         self.closed.append(number)
 
-    def _play(self, content: dict[str, Any], blobs: list[bytes], asked: threading.Event) -> list[Outcome]:
+    def expect(self, kind: type[M], timeout_s: float) -> M:
+        """See `Channel.expect`. Raises EngineEnded when the engine failed."""
+        return self.channel.expect(kind, timeout_s, EngineEnded)
+
+    def _play(self, message: Round, asked: threading.Event) -> list[Outcome]:
         try:
-            self.channel.send("round", content, blobs)
+            self.channel.send(message)
         finally:
             asked.set()
-        answer = self.receive("answers", self._timeout_s)
-        self.counts = EngineCounts(*answer.content["counts"])
-        return unpack_outcomes(answer, self.channel.peer)
-
-    def receive(self, kind: str, timeout_s: float) -> Message:
-        message = self.channel.receive(timeout_s)
-        if message.kind == "error":
-            raise EngineEnded(f"{self.channel.peer}: {message.content['message']}")
-        assert message.kind == kind, f"{self.channel.peer} sent {message.kind} instead of {kind}"
-        return message
+        answers = self.expect(Answers, self._timeout_s)
+        self.counts = answers.counts
+        return unpack_outcomes(answers, self.channel.peer)
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:

@@ -1,4 +1,4 @@
-"""Messages between the learner and one engine process: a word, JSON values and raw bytes, over a socket.
+"""Typed messages between the learner and one engine process, over a socket.
 
 A socket says at once that the other process is gone, takes a deadline for every wait, and moves nothing but bytes:
 nothing is unpickled. (A receive of gloo that times out breaks every connection of its process group.)
@@ -6,37 +6,25 @@ nothing is unpickled. (A receive of gloo that times out breaks every connection 
 
 from __future__ import annotations
 
-import json
 import select
 import socket
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
-LENGTHS = struct.Struct("<QQ")
-"""Bytes of the JSON header, and number of blobs; the header holds the length of each blob."""
+import msgspec
 
-LARGEST_HEADER = 2**30
+from npu_vlrl.network.messages import Failed, Message, Peer, Stop, kind_of
+
+M = TypeVar("M", bound=Message)
+
+LENGTHS = struct.Struct("<HQ")
+"""Bytes of the message's name, and of the message."""
+
+LONGEST_NAME, LARGEST = 64, 2**40
+"""Bytes; no message has more."""
 
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 """Seconds, seconds and a count: a machine that is lost says nothing, and is given up after two minutes."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A process of the training. Rank 0 is the learner, every other one an engine.
-
-    Example: `Peer(1, "engine 1", "node7", 4711)`
-    """
-
-    rank: int
-    name: str
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"{self.name} (rank {self.rank}, process {self.pid} on {self.host})"
 
 
 class PeerError(RuntimeError):
@@ -48,15 +36,6 @@ class PeerError(RuntimeError):
             "from the last checkpoint"
         )
         self.peer = peer
-
-
-@dataclass(frozen=True)
-class Message:
-    """Example: `Message("generate", {"round": 3}, (pixels,))`"""
-
-    kind: str
-    content: dict[str, Any] = field(default_factory=dict)
-    blobs: tuple[bytes, ...] = ()
 
 
 class Channel:
@@ -74,14 +53,12 @@ class Channel:
         self.peer = peer
         self.timeout_s = timeout_s
 
-    def send(self, kind: str, content: dict[str, Any] | None = None, blobs: Sequence[bytes] = ()) -> None:
+    def send(self, message: Message) -> None:
         """Raises PeerError when the other process is gone or takes nothing for `timeout_s` seconds."""
-        sizes = [len(memoryview(blob).cast("B")) for blob in blobs]
-        header = json.dumps([kind, content or {}, sizes], allow_nan=False).encode()
+        name, body = type(message).__name__.encode(), msgspec.msgpack.encode(message)
         try:
-            self._socket.sendall(LENGTHS.pack(len(header), len(blobs)) + header)
-            for blob in blobs:
-                self._socket.sendall(blob)
+            self._socket.sendall(LENGTHS.pack(len(name), len(body)) + name)
+            self._socket.sendall(body)
         except TimeoutError:
             raise PeerError(self.peer, f"took no data for {self.timeout_s:g} s") from None
         except OSError as error:
@@ -90,16 +67,34 @@ class Channel:
     def receive(self, timeout_s: float | None = None) -> Message:
         """The next message; without `timeout_s` it waits as long as the other process lives.
 
-        Raises PeerError when that process is gone, or no message begins within `timeout_s` seconds.
+        Raises PeerError when that process is gone, no message begins within `timeout_s` seconds, or what comes is not
+        a message of a known kind with the declared fields.
         """
         if not self.waiting(timeout_s):
             raise PeerError(self.peer, f"did not answer within {timeout_s:g} s")
-        header_size, n_blobs = LENGTHS.unpack(self._exactly(LENGTHS.size))
-        if header_size > LARGEST_HEADER:
-            raise PeerError(self.peer, f"sent a header of {header_size} bytes, which no message has")
-        kind, content, sizes = json.loads(self._exactly(header_size))
-        assert len(sizes) == n_blobs
-        return Message(kind, content, tuple(self._exactly(size) for size in sizes))
+        name_size, size = LENGTHS.unpack(self._exactly(LENGTHS.size))
+        if name_size > LONGEST_NAME or size > LARGEST:
+            raise PeerError(self.peer, f"sent a message of {size} bytes, which none has")
+        name = self._exactly(name_size).decode(errors="replace")
+        kind = kind_of(name)
+        if kind is None:
+            raise PeerError(self.peer, f"sent {name!r}, which is no message here; run one release on all machines")
+        try:
+            return msgspec.msgpack.decode(self._exactly(size), type=kind)
+        except msgspec.DecodeError as error:
+            raise PeerError(self.peer, f"sent a malformed {name} ({error}); run one release on all machines") from error
+
+    def expect(self, kind: type[M], timeout_s: float | None, failed: type[RuntimeError]) -> M:
+        """The next message, which must be of this kind. Raises what `receive` raises, `failed` with the reason where
+        the other process has failed, and PeerError where it stops this one instead.
+        """
+        message = self.receive(timeout_s)
+        if isinstance(message, Failed):
+            raise failed(f"{self.peer}: {message.reason}")
+        if isinstance(message, Stop):
+            raise PeerError(self.peer, "gave up in the middle of the work")
+        assert isinstance(message, kind), f"{self.peer} sent {type(message).__name__} instead of {kind.__name__}"
+        return message
 
     def waiting(self, timeout_s: float | None = 0.0) -> bool:
         """Whether a message (or the end of the other process) is there within `timeout_s` seconds."""
@@ -120,7 +115,7 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def _exactly(self, size: int) -> bytes:
+    def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
         view = memoryview(data)
         while view:
@@ -133,4 +128,4 @@ class Channel:
             if not read:
                 raise PeerError(self.peer, "is gone")
             view = view[read:]
-        return bytes(data)
+        return data

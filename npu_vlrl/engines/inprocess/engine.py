@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_vlrl.engines.base import EngineCounts, Outcome, Request
+from npu_vlrl.engines.inprocess.decode_batch import Batch
+from npu_vlrl.engines.inprocess.kv_cache import KeyValues, RowCache
+from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.hardware.base import Recorder
 from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.rollout.batch import Batch
-from npu_vlrl.rollout.kv import KeyValues, RowCache
-from npu_vlrl.rollout.local import LocalEngine
-from npu_vlrl.rollout.rounds import EngineCounts, Outcome, Request
 from npu_vlrl.sync.buckets import Holder, in_place
 from npu_vlrl.types import Generation, ImageInput, StopReason
 

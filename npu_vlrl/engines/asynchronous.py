@@ -16,9 +16,9 @@ from typing import cast
 
 from torch import Tensor
 
-from npu_vlrl.rollout.remote import Link, RemoteEngine, in_thread
-from npu_vlrl.rollout.rounds import Check, Outcome, Request, no_check, settle
-from npu_vlrl.sync.world import World
+from npu_vlrl.engines.base import Check, Outcome, Request, no_check, settle
+from npu_vlrl.engines.remote import Link, RemoteEngine, in_thread
+from npu_vlrl.network.world import World
 from npu_vlrl.types import Generation
 
 Asked = tuple[Request, asyncio.Future[Generation]]

@@ -1,0 +1,175 @@
+"""Messages between the learner and an engine process: rounds, their outcomes, and commands between rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+import numpy as np
+
+from npu_vlrl.engines.base import EngineCounts, EngineError, Outcome, Request
+from npu_vlrl.network.images import CACHE_BYTES, FLOATS, INTEGERS, ImageReader, Images, ImageWriter, as_bytes
+from npu_vlrl.network.messages import Message
+from npu_vlrl.types import Generation, ImageInput, SamplingParams, StopReason
+
+
+class RequestEntry(msgspec.Struct, frozen=True):
+    """One turn of a round."""
+
+    session: int
+    n_tokens: int
+    images: list[int]
+    """Indices into the images of the round."""
+    sampling: SamplingParams
+
+
+class Requests(msgspec.Struct, frozen=True):
+    """The turns of a round."""
+
+    entries: list[RequestEntry]
+    token_ids: bytes
+    """int64: the context of each turn, one after the other."""
+    images: Images
+
+
+class Round(Message):
+    """Asks for the turns of a round; answered by `Answers`. Any message that comes meanwhile interrupts it."""
+
+    requests: Requests
+    closed: list[int]
+    """Sessions that have ended since the last round."""
+
+
+class Probe(Message):
+    """Asks for turns that do not count as work; answered by `Answers`."""
+
+    requests: Requests
+
+
+class Pause(Message):
+    """Interrupts the round that is being played, and asks for nothing."""
+
+
+class Sleep(Message):
+    """See `RoundEngine.sleep`."""
+
+
+class ForgetFeatures(Message):
+    """See `RoundEngine.forget_features`."""
+
+
+class WeightsChanged(Message):
+    """The engine's own learner has stepped its weights to this version."""
+
+    version: int
+
+
+class Generated(msgspec.Struct, frozen=True, tag=True):
+    """A turn was sampled."""
+
+    n_tokens: int
+    stop_reason: StopReason
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A request that cannot be answered, by its own fault."""
+
+    reason: str
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """The engine failed."""
+
+    reason: str
+
+
+class Answers(Message):
+    """What became of each request of a round, in order."""
+
+    entries: list[Generated | Refused | Broken]
+    token_ids: bytes
+    """int64: those of each generated turn, one after the other."""
+    logprobs: bytes
+    """float64, likewise."""
+    weight_versions: bytes
+    """int64, likewise."""
+    counts: EngineCounts
+    """The engine's, so far."""
+
+
+class RequestWriter:
+    """The learner's side of one engine."""
+
+    def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
+        self._images = ImageWriter(cache_bytes)
+
+    def pack(self, requests: Sequence[Request]) -> Requests:
+        numbers: dict[ImageInput, int] = {}
+        entries = []
+        for request in requests:
+            shown = [numbers.setdefault(image, len(numbers)) for image in request.images]
+            entries.append(RequestEntry(request.session, len(request.token_ids), shown, request.sampling))
+        ids = as_bytes([token for request in requests for token in request.token_ids], INTEGERS)
+        return Requests(entries, ids, self._images.pack(numbers))
+
+
+class RequestReader:
+    """The engine's side."""
+
+    def __init__(self) -> None:
+        self._images = ImageReader()
+
+    def unpack(self, requests: Requests) -> list[Request]:
+        """Raises ValueError when an image is not the one that its hash names."""
+        ids = np.frombuffer(requests.token_ids, INTEGERS)
+        images = self._images.unpack(requests.images)
+        ends = accumulate(entry.n_tokens for entry in requests.entries)
+        return [
+            Request(
+                entry.session,
+                tuple(ids[end - entry.n_tokens : end].tolist()),
+                tuple(images[number] for number in entry.images),
+                entry.sampling,
+            )
+            for end, entry in zip(ends, requests.entries, strict=True)
+        ]
+
+
+def pack_outcomes(outcomes: Sequence[Outcome], counts: EngineCounts) -> Answers:
+    """The answer that `unpack_outcomes` reads back."""
+    done = [outcome for outcome in outcomes if isinstance(outcome, Generation)]
+    return Answers(
+        list(map(_entry, outcomes)),
+        as_bytes([token for one in done for token in one.token_ids], INTEGERS),
+        as_bytes([logprob for one in done for logprob in one.logprobs], FLOATS),
+        as_bytes([version for one in done for version in one.weight_versions], INTEGERS),
+        counts,
+    )
+
+
+def _entry(outcome: Outcome) -> Generated | Refused | Broken:
+    if isinstance(outcome, Generation):
+        return Generated(len(outcome.token_ids), outcome.stop_reason)
+    if isinstance(outcome, ValueError):
+        return Refused(str(outcome))
+    return Broken(f"{type(outcome).__name__}: {outcome}")
+
+
+def unpack_outcomes(answers: Answers, engine: object) -> list[Outcome]:
+    """The outcomes of a round. What was no fault of a request becomes an EngineError that names `engine`."""
+    ids, versions = (np.frombuffer(part, INTEGERS).tolist() for part in (answers.token_ids, answers.weight_versions))
+    logprobs = np.frombuffer(answers.logprobs, FLOATS).tolist()
+    outcomes: list[Outcome] = []
+    start = 0
+    for entry in answers.entries:
+        match entry:
+            case Generated(n_tokens, stop_reason):
+                own = slice(start, start + n_tokens)
+                start = own.stop
+                outcomes.append(Generation(tuple(ids[own]), tuple(logprobs[own]), tuple(versions[own]), stop_reason))
+            case Refused(reason):
+                outcomes.append(ValueError(reason))
+            case Broken(reason):
+                outcomes.append(EngineError(f"{engine}: {reason}"))
+    return outcomes

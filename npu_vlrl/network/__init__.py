@@ -1,0 +1,1 @@
+"""The processes of a training, and the typed messages between them."""

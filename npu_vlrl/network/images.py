@@ -1,0 +1,98 @@
+"""Images in messages: the pixels of an image travel once to each reader, and are named by their hash afterwards."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from npu_vlrl.types import Image, ImageInput
+
+CACHE_BYTES = 2**28
+"""Pixels that a reader keeps for later messages."""
+
+INTEGERS, FLOATS = np.dtype("<i8"), np.dtype("<f8")
+
+
+class ImageEntry(msgspec.Struct, frozen=True):
+    """One image of a message."""
+
+    hash: str
+    grid: tuple[int, int, int]
+    n_tokens: int
+    size: tuple[int, int] | None
+    """Height and width of an image whose pixels come along; None for one that the reader holds."""
+
+
+class Images(msgspec.Struct, frozen=True):
+    """The distinct images of a message."""
+
+    entries: list[ImageEntry]
+    dropped: list[str]
+    """Hashes that the reader need not keep any longer."""
+    pixels: list[bytes]
+    """uint8 [height, width, 3] of each entry with a size, in order."""
+
+
+class ImageWriter:
+    """Knows which images a reader holds.
+
+    The least recently used ones are dropped when all together exceed `cache_bytes`, but none that the message needs.
+    """
+
+    def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
+        self.cache_bytes = cache_bytes
+        self._held: OrderedDict[str, int] = OrderedDict()
+        """Bytes of each image by hash, in the order of use."""
+
+    def pack(self, images: Iterable[ImageInput]) -> Images:
+        """The images are distinct."""
+        entries: list[ImageEntry] = []
+        pixels: list[bytes] = []
+        for image in images:
+            rgb, name = image.image.rgb, image.image.hash
+            is_new = name not in self._held
+            if is_new:
+                pixels.append(rgb.tobytes())
+            self._held[name] = rgb.nbytes
+            self._held.move_to_end(name)
+            size = (rgb.shape[0], rgb.shape[1]) if is_new else None
+            entries.append(ImageEntry(name, image.grid, image.n_tokens, size))
+        return Images(entries, self._drop({entry.hash for entry in entries}), pixels)
+
+    def _drop(self, needed: set[str]) -> list[str]:
+        dropped = []
+        size = sum(self._held.values())
+        for name in [name for name in self._held if name not in needed]:
+            if size <= self.cache_bytes:
+                break
+            size -= self._held.pop(name)
+            dropped.append(name)
+        return dropped
+
+
+class ImageReader:
+    """Keeps the images that came until it is told to drop them."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Image] = {}
+
+    def unpack(self, images: Images) -> list[ImageInput]:
+        """What `ImageWriter.pack` was given. Raises ValueError when an image is not the one that its hash names."""
+        arriving = iter(images.pixels)
+        for name in images.dropped:
+            del self._held[name]
+        for entry in images.entries:
+            if entry.size is not None:
+                image = Image(np.frombuffer(next(arriving), np.uint8).reshape(*entry.size, 3))
+                if image.hash != entry.hash:
+                    raise ValueError(f"image {entry.hash[:12]} came with the pixels of {image.hash[:12]}")
+                self._held[entry.hash] = image
+        return [ImageInput(self._held[entry.hash], entry.grid, entry.n_tokens) for entry in images.entries]
+
+
+def as_bytes(values: Sequence[float], dtype: np.dtype) -> bytes:
+    """Numbers of a message, bit by bit: `INTEGERS` or `FLOATS`."""
+    return np.array(values, dtype).tobytes()
