@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from npu_vlrl.data.source import TaskSource
-from npu_vlrl.engines.asynchronous import FreeEngine
+from npu_vlrl.engines.asynchronous import AsyncEngine
 from npu_vlrl.engines.base import EngineCounts, Outcome, Request
 from npu_vlrl.engines.remote import Link, RemoteEngine
 from npu_vlrl.rollout.collect import Rollout, collect
@@ -142,7 +142,7 @@ async def measure(options: argparse.Namespace, staleness: int, seed: int) -> dic
     """Trains `steps` steps; returns seconds a step and what the stream says of itself."""
     times = Times(options, seed)
     links = [SimulatedLink(times) for _ in range(options.engines)]
-    engine = simulated(FreeEngine if staleness else RemoteEngine, links)
+    engine = simulated(AsyncEngine if staleness else RemoteEngine, links)
     source = TaskSource.generated(lambda i: Task(f"t{i}", (Message("user", ("x",)),), None, "simulated"))
     workflow = cast(Any, SimulatedEpisodes(times))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -17,14 +16,12 @@ import torch
 from npu_vlrl import kernels
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.engines import remote
-from npu_vlrl.engines.asynchronous import FreeEngine
+from npu_vlrl.engines.asynchronous import AsyncEngine
 from npu_vlrl.engines.base import RoundEngine
-from npu_vlrl.engines.inprocess.engine import InProcessEngine
+from npu_vlrl.engines.kind import Placement, engine_kind
 from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer, weights_from_disk
-from npu_vlrl.engines.vllm.engine import VllmEngine, import_vllm
 from npu_vlrl.hardware import Platform, select
-from npu_vlrl.kernels.recording import records
 from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.group import follow
 from npu_vlrl.learner.ranks import Ranks
@@ -79,11 +76,12 @@ def _engine(config: Config) -> None:
             return engine_of_learner(config, platform, world, loaded, vision, cleanup), follow(learn, platform)
 
         def sampling(scratch: Path) -> tuple[LocalEngine, Duties]:
-            if config.rollout.engine != "vllm":
-                return own_engine(config, platform, *load(config, own_folder(scratch), platform)), receiver(config)
-            outline = load_model(config.model, own_folder(scratch), config.train.seed, torch.device("meta"))
-            workers = config.rollout.tensor_parallel
-            return vllm_engine(config, platform, outline, cleanup, workers), receiver(config)
+            folder, vision = own_folder(scratch), None
+            if engine_kind(config.rollout.engine).has_own_weights:
+                loaded = load_model(config.model, folder, config.train.seed, torch.device("meta"))
+            else:
+                loaded, vision = load(config, folder, platform)
+            return local_engine(config, platform, loaded, vision, Placement.ENGINE, cleanup), receiver(config)
 
         serve(world, learning if world.rank in world.learners else sampling)
         world.close()
@@ -136,31 +134,11 @@ def prepare(config: Config) -> Platform:
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     torch.manual_seed(config.train.seed)
-    if config.rollout.engine == "vllm":
-        _check_vllm(config, platform)
-        import_vllm()
+    kind = engine_kind(config.rollout.engine)
+    for problem in kind.problems(config, platform, several=started_processes() > 1):
+        raise ConfigError(problem)
+    kind.prepare()
     return platform
-
-
-def _check_vllm(config: Config, platform: Platform) -> None:
-    rollout = config.rollout
-    if problem := platform.against_vllm(config.model.dtype):
-        raise ConfigError(f"rollout.engine=vllm {problem}")
-    several, all_learn = started_processes() > 1, config.train.learners == "all"
-    if several and all_learn and rollout.tensor_parallel > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel={rollout.tensor_parallel} takes devices that only sample, and with "
-            "train.learners=all each process has one device for both; leave one of the two out"
-        )
-    if several and not all_learn and rollout.sleep:
-        raise ConfigError("rollout.sleep is for vLLM beside a learner; set train.learners=all, or leave it out")
-    if rollout.sleep and (problem := platform.against_sleep()):
-        raise ConfigError(f"rollout.sleep: {problem}")
-    if config.model.lora is not None and config.model.dtype == "float32" and platform.device().type != "cpu":
-        raise ConfigError(
-            f"model.lora with rollout.engine=vllm: on the platform {platform.name} vLLM computes adapters in 16 bits "
-            "only; set model.dtype=bfloat16, or rollout.engine=inprocess"
-        )
 
 
 def device_number(config: Config) -> int:
@@ -192,60 +170,37 @@ def new_engine(
         folder = run_dir / disk.FOLDER if config.sync.through == "disk" else None
         if folder is not None:
             cleanup.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody needs them after the run
-        remote_engine = FreeEngine if config.train.staleness else remote.RemoteEngine
+        remote_engine = AsyncEngine if config.train.staleness else remote.RemoteEngine
         return remote_engine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20, folder)
-    if config.rollout.engine == "vllm":
-        workers = config.rollout.tensor_parallel
-        return vllm_engine(config, platform, loaded, cleanup, workers if workers > 1 else 0)
-    return own_engine(config, platform, loaded, vision)
+    return local_engine(config, platform, loaded, vision, Placement.ONLY, cleanup)
 
 
 def engine_of_learner(
     config: Config, platform: Platform, world: World, loaded: LoadedModel, vision: VisionFeatures, cleanup: ExitStack
 ) -> LocalEngine:
-    """Of one of several. Where it samples, vLLM's worker is a process of its own: in this one are groups already."""
-    if config.rollout.engine == "vllm" and world.all_learn:
-        return vllm_engine(config, platform, loaded, cleanup, workers=1)
-    return own_engine(config, platform, loaded, vision)
+    """The engine of one of several learners. One that does not sample has one for its probe and its features only."""
+    if not world.all_learn:
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "inprocess"})})
+    return local_engine(config, platform, loaded, vision, Placement.LEARNER, cleanup)
 
 
-def own_engine(config: Config, platform: Platform, loaded: LoadedModel, vision: VisionFeatures) -> InProcessEngine:
-    policy = loaded.policy
-    record = config.rollout.record and records(platform, policy.device, policy.dtype)
-    new_recorder = platform.recorder if record else lambda: None
-    return InProcessEngine(loaded.policy, vision, config.rollout.cache_mib * 2**20, new_recorder)
+def local_engine(
+    config: Config,
+    platform: Platform,
+    loaded: LoadedModel,
+    vision: VisionFeatures | None,
+    placement: Placement,
+    cleanup: ExitStack,
+) -> LocalEngine:
+    """The engine of this process; it ends with `cleanup`. See `EngineKind.new`. Raises ConfigError."""
+    name = config.rollout.engine
+    with blaming(f"rollout.engine={name}"):
+        return engine_kind(name).new(config, platform, device_number(config), loaded, vision, placement, cleanup)
 
 
 def learning_ranks(world: World | None) -> Ranks:
     """Those that learn with this process. All processes call it as soon as they have met."""
     return Ranks(world.learners_group() if world is not None and len(world.learners) > 1 else None)
-
-
-def vllm_engine(
-    config: Config, platform: Platform, loaded: LoadedModel, cleanup: ExitStack, workers: int
-) -> VllmEngine:
-    """It ends with `cleanup`. `workers`: see `VllmEngine`; they see this process's devices only."""
-    first = device_number(config)
-    memory = platform.memory(first)
-    if workers and platform.visible_devices_variable is not None:
-        own = [platform.physical_id(first + number) for number in range(workers)]
-        os.environ[platform.visible_devices_variable] = ",".join(own)
-    with blaming("rollout.engine=vllm"):
-        engine = VllmEngine(
-            loaded.policy,
-            loaded.processor,
-            loaded.folder,
-            device=platform.device(first),
-            context_tokens=config.workflow.context_tokens,
-            cache_bytes=config.rollout.cache_mib * 2**20,
-            record=config.rollout.record and platform.recorder() is not None,
-            seed=config.train.seed,
-            workers=workers,
-            sleeps=config.rollout.sleep,
-            device_bytes=None if memory is None else memory.total,
-        )
-    cleanup.callback(engine.close)
-    return engine
 
 
 def join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:

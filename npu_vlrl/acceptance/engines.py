@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,14 +11,12 @@ from npu_vlrl import processes
 from npu_vlrl.acceptance.models import scratch, tiny_config
 from npu_vlrl.acceptance.worker import Failed, Machine, NotTried
 from npu_vlrl.config import Config
-from npu_vlrl.engines.local import LocalEngine
+from npu_vlrl.engines.kind import Placement
 from npu_vlrl.guard import EngineGuard
-from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.trainer import LearnerError
 from npu_vlrl.model.load import LoadedModel
-from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout.probe import Probe
 from npu_vlrl.workflow.render import Renderer
 
@@ -27,29 +24,19 @@ ALLOWED = {"bfloat16": 0.3, "float32": 0.05}
 """Nats between engine and learner. In bfloat16 0.03 to 0.06 is usual for models of this size; wrong pictures or weights
 make 1 to 3."""
 
-NewEngine = Callable[[Config, Platform, LoadedModel, VisionFeatures, ExitStack], LocalEngine]
-
 
 def inprocess(machine: Machine, kind: str) -> dict[str, Any]:
     """The engine of the learner's process, in the dtype that models are trained in. It shares the learner's weights."""
-
-    def new(config: Config, platform: Platform, loaded: LoadedModel, vision: VisionFeatures, _: ExitStack) -> Any:
-        return processes.own_engine(config, platform, loaded, vision)
-
-    found = _certificate(machine, tiny_config(kind, "bfloat16", algorithm=_limit("bfloat16")), new, told_late=False)
+    found = _certificate(machine, tiny_config(kind, "bfloat16", algorithm=_limit("bfloat16")), told_late=False)
     return {"detail": f"{found['gap']:.3f} nats from the learner, {found['gap_updated']:.3f} after an update", **found}
 
 
 def vllm(machine: Machine, kind: str) -> dict[str, Any]:
     """vLLM in this process, before an update, after it while nobody has told vLLM, and after it is told."""
-    if problem := machine.platform.against_vllm("bfloat16"):
-        raise NotTried(f"rollout.engine=vllm {problem}")
+    for problem in machine.platform.vllm_problems("bfloat16", sleep=False):
+        raise NotTried(problem)
     config = tiny_config(kind, "bfloat16", rollout={"engine": "vllm"}, algorithm=_limit("bfloat16"))
-
-    def new(config: Config, platform: Platform, loaded: LoadedModel, _: VisionFeatures, cleanup: ExitStack) -> Any:
-        return processes.vllm_engine(config, platform, loaded, cleanup, workers=0)
-
-    found = _certificate(machine, config, new, told_late=True)
+    found = _certificate(machine, config, told_late=True)
     return {"detail": f"{found['gap']:.3f} nats from the learner, {found['gap_updated']:.3f} after an update", **found}
 
 
@@ -57,7 +44,7 @@ def _limit(dtype: str) -> dict[str, object]:
     return {"max_logprob_gap": ALLOWED[dtype]}
 
 
-def _certificate(machine: Machine, config: Config, new_engine: NewEngine, told_late: bool) -> dict[str, Any]:
+def _certificate(machine: Machine, config: Config, told_late: bool) -> dict[str, Any]:
     """Gaps in nats of the probe that a training plays after each update. Raises LearnerError for one that is too large,
     and Failed where weights that the engine was not told of make none.
     """
@@ -67,7 +54,7 @@ def _certificate(machine: Machine, config: Config, new_engine: NewEngine, told_l
         loaded, vision = processes.load(config, folder, platform)
         _randomise(loaded, std=0.08)
         loaded.policy.model.save_pretrained(loaded.folder)  # for an engine that reads the folder
-        engine = new_engine(config, platform, loaded, vision, cleanup)
+        engine = processes.local_engine(config, platform, loaded, vision, Placement.ONLY, cleanup)
         learner = LearnerGroup(lambda: processes.new_learner(config, platform, Ranks(), loaded.policy, vision))
         renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
         check = EngineGuard(engine, learner, Probe(loaded, renderer, config.workflow.context_tokens))

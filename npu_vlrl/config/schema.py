@@ -316,11 +316,6 @@ class Config(Section):
                 "rollout.top_p below 1 or rollout.top_k above 0 samples from another distribution than the one that is "
                 "trained; leave them at 1 and 0 (evaluation.top_p and evaluation.top_k are free)"
             )
-        if self.rollout.engine != "vllm" and (self.rollout.tensor_parallel > 1 or self.rollout.sleep):
-            raise ValueError(
-                "rollout.tensor_parallel above 1 and rollout.sleep are for vLLM; set rollout.engine=vllm or leave them "
-                "out"
-            )
         if self.workflow.turn_tokens >= self.workflow.context_tokens:
             raise ValueError(
                 "workflow.turn_tokens must be smaller than workflow.context_tokens; lower it, or raise the other"

@@ -1,4 +1,4 @@
-"""Engine processes that wait for nobody: each plays a round of what waits for it as soon as it is free.
+"""The asynchronous engine: each engine process plays a round of the queued requests as soon as it is idle.
 
 A slow judge or tool then holds up its own episode and no other, and what is in a round depends on timing. New weights
 do not wait for turns to end: rounds are interrupted, the engines take the weights, and the sessions ask for the rest of
@@ -24,7 +24,7 @@ from npu_vlrl.types import Generation
 Asked = tuple[Request, asyncio.Future[Generation]]
 
 
-class FreeEngine(RemoteEngine):
+class AsyncEngine(RemoteEngine):
     """See `types.Engine`."""
 
     def __init__(

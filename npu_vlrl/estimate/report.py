@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from npu_vlrl.config import Config, ConfigError
+from npu_vlrl.engines.kind import engine_kind
 from npu_vlrl.estimate.memory import LIBRARIES, MemoryModel, Moment, Pass, Rollout
 from npu_vlrl.estimate.outline import outline_of
 from npu_vlrl.estimate.timing import (
@@ -112,7 +113,7 @@ def estimate(
     outline = outline_of(config.model)
     episode = largest_episode(config, outline.processor, picture, turns, sampled)
     play, work = played(config, episode, engines), passes(config, episode, learners)
-    vllm = config.rollout.engine == "vllm"
+    vllm = engine_kind(config.rollout.engine).has_own_weights
     beside = {"vllm": vllm and not apart, "sleep": config.rollout.sleep and not apart}
     learning = MemoryModel(outline.policy, replace(plan_of(config, learners), **beside))
     alone = replace(plan_of(config, 0), vllm=vllm, split=config.rollout.tensor_parallel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
@@ -124,15 +124,11 @@ class Platform(ABC):
         """Within it, what is allocated on the current device can be opened by other processes."""
         return nullcontext()
 
-    def against_vllm(self, dtype: str) -> str | None:
-        """Why vLLM cannot sample with a model of this `model.dtype` on this platform's devices here, with the remedy;
-        None where nothing is known.
+    def vllm_problems(self, dtype: str, sleep: bool) -> Iterator[str]:
+        """Why vLLM cannot sample on this platform's devices here with a model of this `model.dtype`, and `sleep` (give
+        its memory back for a while), each as a sentence that names the key and the remedy.
         """
-        return None
-
-    def against_sleep(self) -> str | None:
-        """Why vLLM cannot give memory back for a while, as one sentence with the remedy; None where it can."""
-        return None
+        yield from ()
 
     def recorder(self) -> Recorder | None:
         """A new one for the current device; None where nothing can be recorded, and everything is run anew.

@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -44,8 +45,9 @@ class CpuPlatform(Platform):
     def synchronize(self) -> None:
         """Nothing to do: operations are done when they return."""
 
-    def against_sleep(self) -> str:
-        return "vLLM cannot give memory back on the platform cpu; leave it out"
+    def vllm_problems(self, dtype: str, sleep: bool) -> Iterator[str]:
+        if sleep:
+            yield "rollout.sleep: vLLM cannot give memory back on the platform cpu; leave it out"
 
     def stream(self) -> None:
         return None

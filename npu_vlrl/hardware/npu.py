@@ -8,6 +8,7 @@ import glob
 import os
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -128,40 +129,40 @@ class NpuPlatform(Accelerator):
             raise HardwareError(problem)
         return torch.npu  # type: ignore[attr-defined]
 
-    def against_vllm(self, dtype: str) -> str | None:
+    def vllm_problems(self, dtype: str, sleep: bool) -> Iterator[str]:
         """Where vllm-ascend is missing vLLM would take this machine for a CPU, or for nothing; beside a vLLM of another
         release it fails deep inside, as it replaces parts of it.
         """
-        lacking = [package for package in ("vllm", "vllm-ascend") if _installed(package) is None]
-        if lacking:
-            return (
-                f"needs {' and '.join(lacking)} in this environment; run launch/install_npu.sh, or set "
-                "rollout.engine=inprocess"
-            )
+        key, remedy = "rollout.engine=vllm", "or set rollout.engine=inprocess"
+        if lacking := [package for package in ("vllm", "vllm-ascend") if _installed(package) is None]:
+            yield f"{key} needs {' and '.join(lacking)} in this environment; run launch/install_npu.sh, {remedy}"
+            return
         ours, wanted = (_base_version(package) or "" for package in ("vllm", "vllm-ascend"))
         if ours.split(".")[:2] != wanted.split(".")[:2]:
-            return (
-                f"finds vllm {_installed('vllm')} beside vllm-ascend {_installed('vllm-ascend')}, and both must be of "
-                f"one release; install vllm {wanted} (launch/install_npu.sh builds it for no device), or set "
-                "rollout.engine=inprocess"
+            yield (
+                f"{key} finds vllm {_installed('vllm')} beside vllm-ascend {_installed('vllm-ascend')}, and both must "
+                f"be of one release; install vllm {wanted} (launch/install_npu.sh builds it for no device), {remedy}"
             )
         if dtype == "float32":  # aclnnFusedInferAttentionScore has none, and vllm-ascend nothing else
-            return (
-                "computes in 16 bits on NPUs, whose attention for inference takes no float32; set "
-                "model.dtype=bfloat16, or rollout.engine=inprocess"
+            yield (
+                f"{key} computes in 16 bits on NPUs, whose attention for inference takes no float32; set "
+                f"model.dtype=bfloat16, {remedy}"
             )
-        return None
+        if sleep:
+            yield from self._sleep_problems()
 
-    def against_sleep(self) -> str | None:
+    def _sleep_problems(self) -> Iterator[str]:
         """vllm-ascend fails an assertion, deep inside, as memory that grows cannot be in a pool that sleeps; and it
         refuses to wake where weights may be in a private format, after the first update.
         """
         name, settings = self.allocator_settings() or ("", "")
         if f"{SEGMENTS}:True" in settings:
-            return f"vLLM cannot give memory back with {name}={settings}; set {name}= (empty) before the command"
+            yield (
+                f"rollout.sleep: vLLM cannot give memory back with {name}={settings}; set {name}= (empty) before the "
+                "command"
+            )
         if (value := os.environ.get(PRIVATE_FORMAT, "1")) != "0":
-            return f"vLLM does not wake with {PRIVATE_FORMAT}={value}; set it to 0 before the command"
-        return None
+            yield f"rollout.sleep: vLLM does not wake with {PRIVATE_FORMAT}={value}; set it to 0 before the command"
 
     def _set_allocator(self, settings: str) -> None:
         """This one of them alone, as older versions refuse the others here."""

@@ -27,7 +27,7 @@ class Peer:
         return f"{self.name} (rank {self.rank}, process {self.pid} on {self.host})"
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, forbid_unknown_fields=True):
     """A message; the class is its kind, and is found by its name at the other end."""
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from npu_vlrl import processes
 from npu_vlrl.config import load_config
 
-def vllm_engine(config, platform, outline, cleanup, workers):
+def local_engine(config, platform, outline, vision, placement, cleanup):
     folder = tempfile.TemporaryDirectory(dir=sys.argv[2])
     cleanup.callback(folder.cleanup)
     return folder
@@ -29,7 +29,7 @@ def serve(world, load):
 
 processes.prepare = processes.learning_ranks = processes.load_model = lambda *_: None
 processes.join = lambda *_, **__: SimpleNamespace(rank=1, learners=range(1))
-processes.vllm_engine, processes.serve = vllm_engine, serve
+processes.local_engine, processes.serve = local_engine, serve
 processes.run_engine(load_config(sys.argv[1], ["rollout.engine=vllm"]))
 """
 

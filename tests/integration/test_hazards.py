@@ -31,7 +31,7 @@ HERE = "integration/test_hazards.py"
 TURNS = "workflow/test_vision_multiturn.py"
 TOOLS = "workflow/test_vision_multiturn_tools.py"
 LIMITS = "workflow/test_vision_multiturn_limits.py"
-ENGINE = "rollout/test_rollout_engine.py"
+ENGINE = "engines/test_engine_inprocess.py"
 MODEL = "model/test_model_policy.py"
 PACK = "learner/test_pack.py"
 PERTURBED = "alignment/test_engine_perturbed.py"
@@ -159,7 +159,7 @@ COVERED = {
     ],
     "top-p or top-k": [
         "test_config.py::test_combinations_that_mean_nothing",
-        "rollout/test_rollout_sampling.py::test_filters_equal_those_of_transformers",
+        "engines/test_engine_sampling.py::test_filters_equal_those_of_transformers",
     ],
     "adapters on language layers only": [
         "model/test_model_load.py::test_adapters_are_on_every_named_layer_of_the_language_model_only",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 
-from npu_vlrl import processes
 from npu_vlrl.config import load_config
+from npu_vlrl.engines.inprocess.kind import InProcess
+from npu_vlrl.engines.kind import Placement
 from npu_vlrl.hardware.base import Recorder
 from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.kernels.recording import records
@@ -48,7 +51,7 @@ def test_a_wrong_record_is_told_once(recorder: Recorder, reason: str, capsys: py
 def test_the_engine_asks(recorder: Recorder, used: bool) -> None:
     loaded, machine = load(tiny_folder("qwen3")), Machine(recorder)
     vision = VisionFeatures(loaded.policy, loaded.processor, 2**20)
-    made: Callable[[], Recorder | None] = processes.own_engine(
-        load_config("configs/photo_tiny.yaml", []), machine, loaded, vision
-    ).new_recorder
+    config = load_config("configs/photo_tiny.yaml", [])
+    engine: Any = InProcess().new(config, machine, 0, loaded, vision, Placement.ONLY, ExitStack())
+    made: Callable[[], Recorder | None] = engine.new_recorder
     assert (made() is recorder) is used and (made() is None) is not used

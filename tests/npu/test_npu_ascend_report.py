@@ -120,7 +120,7 @@ def test_vllm_is_not_tried_where_it_is_not_installed(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NPU_VLRL_PLATFORM", "npu")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(NpuPlatform, "against_vllm", lambda self, dtype: f"needs more than {dtype}")
-    with pytest.raises(NotTried, match="rollout.engine=vllm needs more than bfloat16"):
+    monkeypatch.setattr(NpuPlatform, "vllm_problems", lambda self, dtype, sleep: [f"vLLM needs more than {dtype}"])
+    with pytest.raises(NotTried, match="^vLLM needs more than bfloat16$"):
         engines.vllm(Machine(), "qwen3")
     assert report.LIMIT_S > 600

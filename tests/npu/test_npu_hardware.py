@@ -165,13 +165,13 @@ def test_what_is_shared_is_not_of_segments_that_grow() -> None:
         "told, tell = [], torch.npu.memory._set_allocator_settings\n"
         "torch.npu.memory._set_allocator_settings = lambda text: (told.append(text), tell(text))\n"
         "print(len(shared_room(64, p.device())), *told)\n"
-        "print(p.against_sleep())"
+        "print(*p._sleep_problems())"
     )
     variables = {**environment(), "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     done = python(code, variables)
     assert done.stdout.splitlines() == [
         "64 expandable_segments:False expandable_segments:True",
-        "vLLM cannot give memory back with PYTORCH_NPU_ALLOC_CONF=expandable_segments:True; set "
+        "rollout.sleep: vLLM cannot give memory back with PYTORCH_NPU_ALLOC_CONF=expandable_segments:True; set "
         "PYTORCH_NPU_ALLOC_CONF= (empty) before the command",
     ], done.stderr
     empty = python(code, {**variables, "PYTORCH_NPU_ALLOC_CONF": "", "VLLM_ASCEND_ENABLE_NZ": "0"})  # the remedy

@@ -36,10 +36,10 @@ def test_it_does_not_sleep_with_segments_that_grow(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(name, settings)
     with pytest.raises(AssertionError, match="Expandable segments"):
         CaMemAllocator()
-    assert f"{name}={settings}" in str(NpuPlatform().against_sleep())
+    assert f"{name}={settings}" in "".join(NpuPlatform()._sleep_problems())
     monkeypatch.setenv(name, "")
     CaMemAllocator()
-    assert NpuPlatform().against_sleep() is None
+    assert not list(NpuPlatform()._sleep_problems())
 
 
 def test_it_wakes_no_weights_in_a_private_format(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_it_wakes_no_weights_in_a_private_format(monkeypatch: pytest.MonkeyPatch
     assert "weight_nz_mode" in inspect.getsource(NPUWorker.wake_up)
     monkeypatch.delenv(npu.PRIVATE_FORMAT)
     assert env_variables[npu.PRIVATE_FORMAT]() == 1
-    assert "VLLM_ASCEND_ENABLE_NZ=1; set it to 0 before the command" in str(NpuPlatform().against_sleep())
+    assert "VLLM_ASCEND_ENABLE_NZ=1; set it to 0 before the command" in "".join(NpuPlatform()._sleep_problems())
 
 
 def test_an_environment_that_cannot_sample_with_vllm_says_so_before_models_load(

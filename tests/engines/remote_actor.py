@@ -1,4 +1,4 @@
-"""One process of a test of remote engines: `python -m tests.rollout.remote_actor SCENARIO FOLDER`; writes what it saw.
+"""One process of a test of remote engines: `python -m tests.engines.remote_actor SCENARIO FOLDER`; writes what it saw.
 
 Rank 0 plays scripted episodes of a tiny Qwen2.5-VL with a frozen tower on the other ranks' engines.
 """

@@ -17,6 +17,7 @@ import torch
 
 from npu_vlrl import processes
 from npu_vlrl.config import load_config
+from npu_vlrl.engines.kind import Placement
 from npu_vlrl.engines.vllm import engine as vllm
 from npu_vlrl.engines.vllm.engine import VllmEngine
 from npu_vlrl.engines.vllm.worker import WeightTaker
@@ -147,7 +148,8 @@ def test_workers_see_the_devices_of_their_engine(recorded: None, monkeypatch: py
         memory=lambda number: Memory(free=2**30, total=2**36),
     )
     with ExitStack() as cleanup:
-        made = processes.vllm_engine(config, platform, load(tiny_folder("qwen2_5_vl")), cleanup, workers=2)
+        loaded = load(tiny_folder("qwen2_5_vl"))
+        made: Any = processes.local_engine(config, platform, loaded, None, Placement.ENGINE, cleanup)
     llm: RecordingLLM = made._llm
     assert llm.shown == "card3,card4" and made._device.index == 3 and llm.store is None
     # half of the weights (float32), the cache, and 4 GiB to work in

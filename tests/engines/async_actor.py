@@ -1,4 +1,4 @@
-"""One process of a test of engines that wait for nobody: `python -m tests.rollout.free_actor FOLDER`.
+"""One process of a test of engines that wait for nobody: `python -m tests.engines.async_actor FOLDER`.
 
 Rank 0 plays episodes of a tiny Qwen2.5-VL on the other ranks' engines, and brings them new weights in the middle.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from npu_vlrl.engines import remote
-from npu_vlrl.engines.asynchronous import FreeEngine
+from npu_vlrl.engines.asynchronous import AsyncEngine
 from npu_vlrl.engines.base import EngineError, Outcome, Request
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer
@@ -88,7 +88,7 @@ def gaps(stage: Stage, weights: list[dict[str, Any]], played: Sequence[Trajector
     return found
 
 
-async def learner(stage: Stage, engine: FreeEngine) -> dict[str, Any]:
+async def learner(stage: Stage, engine: AsyncEngine) -> dict[str, Any]:
     idle = engine.session()  # an episode whose judge takes for ever
     engine.weights_changed(0)
     weights = [copy(stage)]
@@ -139,7 +139,7 @@ def lead(world: World, folder: Path) -> None:
     stage = Stage(load(folder / "model"))
     remote.begin(world, folder / "model")
     try:
-        engine = FreeEngine(world, stage.policy.trainable(), 2**16)
+        engine = AsyncEngine(world, stage.policy.trainable(), 2**16)
         (folder / "seen.json").write_text(json.dumps(asyncio.run(learner(stage, engine))))
     except (EngineError, PeerError) as error:
         print(error)

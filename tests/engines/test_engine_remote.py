@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.remote_actor import KILLED, MEMBERS, OUT_OF_MEMORY, TASKS
+from tests.engines.remote_actor import KILLED, MEMBERS, OUT_OF_MEMORY, TASKS
 from tests.support.models import tiny_folder
 from tests.support.ranks import Forked, finish, fork, said
 
@@ -20,7 +20,7 @@ Seen = dict[str, Any]
 def play(folder: Path, scenario: str, size: int) -> list[Forked]:
     """The processes of a scenario, which all go on by themselves."""
     shutil.copytree(tiny_folder("qwen2_5_vl"), folder / "model")
-    return fork(size, ["-m", "tests.rollout.remote_actor", scenario, folder], folder)
+    return fork(size, ["-m", "tests.engines.remote_actor", scenario, folder], folder)
 
 
 def finish_all(processes: list[Forked]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.free_actor import UPDATES
+from tests.engines.async_actor import UPDATES
 from tests.support.models import tiny_folder
 from tests.support.ranks import finish, fork, said
 
@@ -18,7 +18,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a learner with two engines saw. One of its sessions never asks for anything, and nobody waits for it."""
     folder = tmp_path_factory.mktemp("free")
     shutil.copytree(tiny_folder("qwen2_5_vl"), folder / "model")
-    assert finish(fork(3, ["-m", "tests.rollout.free_actor", folder], folder)) == [0, 0, 0], said(folder, 3)
+    assert finish(fork(3, ["-m", "tests.engines.async_actor", folder], folder)) == [0, 0, 0], said(folder, 3)
     return json.loads((folder / "seen.json").read_text())
 
 

@@ -1,0 +1,1 @@
+"""Engines sample turns: in the learner's process, in processes of their own, in rounds or asynchronously."""

@@ -1,0 +1,1 @@
+"""The engine that samples with the learner's own classes."""

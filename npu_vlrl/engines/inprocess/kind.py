@@ -1,0 +1,44 @@
+"""`rollout.engine=inprocess`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from npu_vlrl.config import Config
+from npu_vlrl.engines.inprocess.engine import InProcessEngine
+from npu_vlrl.engines.kind import EngineKind, Placement
+from npu_vlrl.hardware import Platform
+from npu_vlrl.kernels.recording import records
+from npu_vlrl.model.load import LoadedModel
+from npu_vlrl.model.vision import VisionFeatures
+
+
+class InProcess(EngineKind):
+    has_own_weights = False
+
+    def problems(self, config: Config, platform: Platform, several: bool) -> Iterator[str]:
+        if config.rollout.tensor_parallel > 1 or config.rollout.sleep:
+            yield (
+                "rollout.tensor_parallel above 1 and rollout.sleep are for vLLM; set rollout.engine=vllm or leave them "
+                "out"
+            )
+
+    def new(
+        self,
+        config: Config,
+        platform: Platform,
+        device: int,
+        loaded: LoadedModel,
+        vision: VisionFeatures | None,
+        placement: Placement,
+        cleanup: ExitStack,
+    ) -> InProcessEngine:
+        assert vision is not None
+        policy = loaded.policy
+        record = config.rollout.record and records(platform, policy.device, policy.dtype)
+        new_recorder = platform.recorder if record else lambda: None
+        return InProcessEngine(policy, vision, config.rollout.cache_mib * 2**20, new_recorder)
+
+
+KIND = InProcess()

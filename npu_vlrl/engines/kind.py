@@ -1,0 +1,67 @@
+"""The choices of `rollout.engine`: each engine is a package of this room whose `kind.py` has a `KIND`."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack
+from enum import Enum, auto
+
+from npu_vlrl.config import Config
+from npu_vlrl.engines.local import LocalEngine
+from npu_vlrl.hardware import Platform
+from npu_vlrl.model.load import LoadedModel
+from npu_vlrl.model.vision import VisionFeatures
+
+
+class Placement(Enum):
+    """Which process an engine is in."""
+
+    ONLY = auto()
+    """The only one of the training, which learns too."""
+    LEARNER = auto()
+    """One of several that all learn and sample."""
+    ENGINE = auto()
+    """One that only samples."""
+
+
+class EngineKind(ABC):
+    """How engines of one kind are checked and made."""
+
+    has_own_weights: bool
+    """The engine loads the model itself: in an engine process it needs the policy on the device `meta` only, and beside
+    a learner it takes memory for a second copy.
+    """
+
+    @abstractmethod
+    def problems(self, config: Config, platform: Platform, several: bool) -> Iterator[str]:
+        """Why these engines cannot sample for this configuration on this platform, each as a sentence that names the
+        key and the remedy. `several` processes were started.
+        """
+
+    def prepare(self) -> None:  # noqa: B027  # most need nothing
+        """Imports what the engine needs. Raises ConfigError where it is not installed."""
+
+    @abstractmethod
+    def new(
+        self,
+        config: Config,
+        platform: Platform,
+        device: int,
+        loaded: LoadedModel,
+        vision: VisionFeatures | None,
+        placement: Placement,
+        cleanup: ExitStack,
+    ) -> LocalEngine:
+        """An engine on the device of this number on this machine, or from it on where it takes several; what it holds
+        ends with `cleanup`. `vision` is None where `has_own_weights`, in a process that only samples.
+
+        Raises ConfigError, ValueError or OSError where it cannot be made.
+        """
+
+
+def engine_kind(name: str) -> EngineKind:
+    """The kind that `rollout.engine` names."""
+    kind: EngineKind = importlib.import_module(f"npu_vlrl.engines.{name}.kind").KIND
+    return kind
