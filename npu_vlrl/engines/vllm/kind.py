@@ -19,7 +19,6 @@ class Vllm(EngineKind):
 
     def problems(self, config: Config, platform: Platform, several: bool) -> Iterator[str]:
         rollout, all_learn = config.rollout, config.train.learners == "all"
-        yield from platform.vllm_problems(config.model.dtype, rollout.sleep)
         if several and all_learn and rollout.tensor_parallel > 1:
             yield (
                 f"rollout.tensor_parallel={rollout.tensor_parallel} takes devices that only sample, and with "
@@ -27,6 +26,7 @@ class Vllm(EngineKind):
             )
         if several and not all_learn and rollout.sleep:
             yield "rollout.sleep is for vLLM beside a learner; set train.learners=all, or leave it out"
+        yield from platform.vllm_problems(config.model.dtype, rollout.sleep)
         if config.model.lora is not None and config.model.dtype == "float32" and platform.device().type != "cpu":
             yield (
                 f"model.lora with rollout.engine=vllm: on the platform {platform.name} vLLM computes adapters in 16 "
