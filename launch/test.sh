@@ -12,8 +12,9 @@
 # The page of `npu-vlrl view` in a real Chromium:                   bash launch/test.sh --browser [pytest's arguments]
 # Where run.sinks sends metrics, with the real packages, offline:   bash launch/test.sh --sinks [pytest's arguments]
 # Exports in transformers 4, which many servers still run:          bash launch/test.sh --transformers4 [pytest's arguments]
-# Environments are .venv, .venv-npu (for the three about NPUs), .venv-triton and .venv-vllm; the browser is driven from
-# .venv. The sinks, which need older versions of packages that the project pins, have a folder in .venv that comes before
+# The documents as a site, in which no link is broken:              bash launch/test.sh --docs
+# Environments are .venv, .venv-npu (for the three about NPUs), .venv-triton, .venv-vllm and .venv-docs; the browser is driven
+# from .venv. The sinks, which need older versions of packages that the project pins, have a folder in .venv that comes before
 # its other packages. Exports are made in .venv and read in .venv-transformers4, too, where the project is not used.
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -87,6 +88,10 @@ case "${1:-}" in
     add .venv requirements-sinks.txt --upgrade --target .venv/sinks
     export NPU_VLRL_PLATFORM=cpu PYTHONPATH=$PWD/.venv/sinks
     exec .venv/bin/python -m pytest tests/sinks -q "$@"
+    ;;
+--docs)
+    prepare .venv-docs requirements-docs.txt
+    NO_MKDOCS_2_WARNING=1 exec .venv-docs/bin/python -m mkdocs build
     ;;
 --transformers4)
     shift

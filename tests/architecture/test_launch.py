@@ -232,3 +232,10 @@ def test_the_last_folder_wins(words: list[str], capsys: pytest.CaptureFixture[st
     config = str(ROOT / "configs" / "geo3k_tiny.yaml")
     assert main(["config", "--run-dir", "a", "--config", config, *words]) == 0
     assert "  dir: b\n" in capsys.readouterr().out
+
+
+def test_the_site_of_documents_has_an_environment_of_its_own(checkout: Checkout) -> None:
+    _, asked, *_ = checkout.run("test.sh", "--docs")
+    assert asked[0] == "-m venv --clear .venv-docs"
+    assert asked[1].endswith("-r requirements-docs.txt")
+    assert asked[-1] == "-m mkdocs build"
