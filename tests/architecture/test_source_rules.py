@@ -39,7 +39,7 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_KEYWORDS = {"trust_remote_code", "allow_pickle"}
 
 MAX_LINES = 400
-LONGER = {"types.py": 530}
+LONGER = {"types.py": 560}
 """The vocabulary of the whole system stays in one file."""
 
 Rule = Callable[[Path], Iterator[str]]

@@ -18,7 +18,7 @@ import npu_vlrl.workflow.environments.sokoban as sokoban
 from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.types import EpisodeStatus, Task
-from npu_vlrl.workflow.environments import game_environments
+from npu_vlrl.workflow.environments import environments
 from npu_vlrl.workflow.environments.game import Game
 from npu_vlrl.workflow.environments.sokoban.draw import draw
 from npu_vlrl.workflow.environments.sokoban.generate import generate
@@ -292,7 +292,7 @@ def test_a_cell_is_one_token(size: int) -> None:
 def test_an_episode_of_a_configured_game(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("; one\n######\n#@$ .#\n#    #\n######\n")
     config = EnvironmentConfig(name="sokoban", options={"levels": str(tmp_path / "own.txt"), "tile": 8})
-    environment = game_environments(config)()
+    environment = environments(config).new()
     (opening,) = asyncio.run(environment.reset(Task("sokoban/0", (), None, "sokoban", {"seed": 3})))
     assert opening.text.startswith(sokoban.RULES) and opening.images[0].size == (48, 32)
     first = asyncio.run(environment.step("<think>hm</think><answer>Down, Up, Left</answer>", ()))
