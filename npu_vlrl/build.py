@@ -13,7 +13,6 @@ from typing import Any
 from npu_vlrl.config import Config, ConfigError, SourceConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.data.source import TaskSource
-from npu_vlrl.data.synthetic import arrow_task, episode_task, load_photos, photo_task
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.algorithm import Algorithm, resolve
 from npu_vlrl.learner.group import LearnerGroup
@@ -22,6 +21,8 @@ from npu_vlrl.model.inspect import inspect_folder
 from npu_vlrl.model.load import LoadedModel, model_folder
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.processes import blaming, join_engines, learning_ranks, load, new_engine, new_learner, prepare
+from npu_vlrl.registry import GENERATORS
+from npu_vlrl.registry import load as load_named
 from npu_vlrl.rollout import remote
 from npu_vlrl.rollout.rounds import RoundEngine
 from npu_vlrl.sync.world import World, started_processes
@@ -30,6 +31,7 @@ from npu_vlrl.workflow.base import Sampling, Workflow
 from npu_vlrl.workflow.environments import environments
 from npu_vlrl.workflow.environments.formats import Format
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
+from npu_vlrl.workflow.names import check_names
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.rewards import make_judge
 from npu_vlrl.workflow.tools import Toolbox, on_scale
@@ -239,7 +241,10 @@ def task_source(
     `check_answer` refuses gold answers of records; those of generated tasks are right by construction.
     """
     if config.generator is not None:
-        return TaskSource.generated(_generator(whole, config.generator, seed))
+        check_names("generator", [config.generator], GENERATORS)
+        # one merged patch is 28 pixels for Qwen2.5-VL and 32 for Qwen3-VL
+        unit = 32 if "qwen3_vl" in whole.model.path else 28
+        return TaskSource.generated(load_named(GENERATORS, config.generator).generated(whole, seed, unit))
     assert config.path is not None
     if not Path(config.path).exists():
         raise ConfigError(
@@ -265,15 +270,3 @@ def evaluation_tasks(config: Config, check_answer: Callable[[str], None] | None)
     source = task_source(config.data.eval or config.data.train, config, seed, check_answer)
     tasks = list(islice(source.all(), config.evaluation.tasks or None))
     return tasks, list(source.skipped.values())
-
-
-def _generator(config: Config, name: str, seed: int) -> Callable[[int], Task]:
-    if name == "episodes":
-        game = config.environment.name.rpartition(":")[2]
-        return lambda index: episode_task(game, seed, index)
-    # one merged patch is 28 pixels for Qwen2.5-VL and 32 for Qwen3-VL; the picture is 2 x 2 of them
-    unit = 32 if "qwen3_vl" in config.model.path else 28
-    if name == "arrow":
-        return lambda index: arrow_task(seed, index, size=2 * unit, card=unit)
-    photos = load_photos()
-    return lambda index: photo_task(seed, index, photos, size=2 * unit, card=unit)

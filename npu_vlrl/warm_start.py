@@ -11,7 +11,8 @@ from npu_vlrl.build import task_source
 from npu_vlrl.data.source import TaskSource
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import replace_weights
-from npu_vlrl.rollout.demonstrations import ScriptedSession, played, script
+from npu_vlrl.registry import GENERATORS, load
+from npu_vlrl.rollout.demonstrations import ScriptedSession, played
 from npu_vlrl.run import Run
 from npu_vlrl.types import DataError, Sample, Task, Trajectory
 from npu_vlrl.workflow.base import Sampling
@@ -80,9 +81,12 @@ def demonstrated_samples(shown: list[Trajectory], template: str) -> list[Sample]
 
 
 def _lines(run: Run, task: Task, rng: random.Random) -> Iterable[str]:
-    config, environment = run.config, run.parts.episodes.new_environment()
-    share, opened = config.warm_start.right_share, run.parts.episodes.renderer.opens_thought
+    config, episodes = run.config, run.parts.episodes
+    environment, opened = episodes.new_environment(), episodes.renderer.opens_thought
     if isinstance(environment, GameEnvironment):
         own = random.Random(rng.random())  # an episode is played line by line, at the same time as others
+        share = config.warm_start.right_share
         return played(environment.game, task.extra["seed"], config.environment, share, own, opened)
-    return script(task, share, rng, config.workflow.max_turns - 1, opened)
+    assert config.data.train.generator is not None, "the configuration demands one"
+    lines: Iterable[str] = load(GENERATORS, config.data.train.generator).demonstration(task, config, rng, opened)
+    return lines

@@ -84,8 +84,8 @@ class SourceConfig(Section):
 
     path: str | None = None
     """Parquet, JSON lines, or a Hugging Face dataset folder."""
-    generator: Literal["photo", "arrow", "episodes"] | None = None
-    """`episodes` are new seeds for a game."""
+    generator: str | None = None
+    """`photo`, `arrow`, or `episodes`: new seeds for a game or an environment of your own."""
     columns: ColumnsConfig | None = None
     """For a file whose rows are not in verl's schema."""
     shuffle: bool = True

@@ -185,4 +185,5 @@ def _turn(conversation: Conversation, action: Segment, text: str, step: Step, st
         step.tool_results,
         judge_error=step.judge_error,
         state=state,
+        invalid=step.invalid,
     )

@@ -16,12 +16,12 @@ import npu_vlrl
 PACKAGE = Path(npu_vlrl.__file__).parent
 
 ROOMS = [
-    *("types", "config", "disk", "hardware", "kernels", "data", "model", "sync", "workflow", "rollout", "learner"),
-    "report",
+    *("types", "registry", "config", "disk", "hardware", "kernels", "data", "model", "sync", "workflow", "tasks"),
+    *("rollout", "learner", "report"),
 ]
 """A room imports itself and earlier ones; everything that is not listed is the top floor and imports all of them."""
 
-ONLY = {"__init__": set(), "types": set(), "config": {"types"}, "disk": set()}
+ONLY = {"__init__": set(), "types": set(), "registry": set(), "config": {"types"}, "disk": set()}
 
 VENDOR_ROOMS = ("hardware", "kernels")
 VENDOR = re.compile(r"(cuda|npu|nccl|hccl|torch_npu|torch\.cuda|torch\.npu)([:,.].*)?", re.IGNORECASE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""A small environment for tests, as a user would write one: free text, two pictures, states, an end by its own clock."""
+"""A small environment for tests, as a user would write one: free text, two pictures, states, its own end."""
 
 from __future__ import annotations
 

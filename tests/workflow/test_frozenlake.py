@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_vlrl.config import EnvironmentConfig
+from npu_vlrl.tasks import frozenlake
+from npu_vlrl.tasks.frozenlake import FrozenLake, checked, game, generate, shortest_way
 from npu_vlrl.types import DataError, EpisodeStatus, Task
-from npu_vlrl.workflow.environments import environments, frozenlake
-from npu_vlrl.workflow.environments.frozenlake import FrozenLake, checked, game, generate, shortest_way
+from npu_vlrl.workflow.environments import environments
 
 PUBLISHED = ["SFFF", "FHFH", "FFFH", "HFFG"]
 """gymnasium's map 4x4."""

@@ -122,8 +122,8 @@ def test_settings_without_a_use_and_wrong_options_are_told(tmp_path: Path) -> No
 
 
 FAILED = {
-    "reset": ("async def reset(self, task): {}['lost']", r"reset\(task 'mine/1'\) raised KeyError: 'lost' \(line 23\)"),
-    "refused task": ("async def reset(self, task): raise DataError('no map')", r"^mine/1: \S+mine\.py:make: no map$"),
+    "reset": ("async def reset(self, task): {}['lost']", r"reset\(task 'mine/1'\) raised KeyError: 'lost' \(line 21\)"),
+    "refused task": ("async def reset(self, task): raise DataError('no map')", r"^mine/1: no map$"),
     "no opening": (
         "async def reset(self, task): return []",
         r"reset\(task 'mine/1'\) returned no message; give a list",
@@ -138,7 +138,7 @@ FAILED = {
     ),
     "no image": (
         "async def step(self, text, history): return Step(0, (Message('user', (RGB,)),))",
-        r"step\('a'\) raised ValueError: a part of a Message is a str or an Image, not ndarray; convert it \(line 23\)",
+        r"step\('a'\) raised ValueError: a part of a Message is a str or an Image, not ndarray; convert it \(line 21\)",
     ),
     "narrow": (
         "async def step(self, text, history): return Step(0, (Message('user', (Image(np.zeros((1, 120000, 3), "
@@ -147,7 +147,7 @@ FAILED = {
     ),
     "step": (
         "async def step(self, text, history): exit(3)",
-        r"step\('a'\) raised SystemExit: 3; correct the environme",
+        r"step\('a'\) raised SystemExit: 3 ",
     ),
     "no step": (
         "async def step(self, text, history): return 1.0, True",
@@ -179,7 +179,7 @@ FAILED = {
         r"step\('a'\) holds half a surrogate pair",
     ),
     "key": ("def state_key(self): return 1", r"state_key\(\) returned 1; return a text"),
-    "close": ("async def close(self): 1 / 0", r"close\(\) raised ZeroDivisionError: division by zero \(line 23\)"),
+    "close": ("async def close(self): 1 / 0", r"close\(\) raised ZeroDivisionError: division by zero \(line 21\)"),
 }
 
 
@@ -188,7 +188,8 @@ def test_what_it_does_wrong_later_fails_the_episode(tmp_path: Path, name: str) -
     method, message = FAILED[name]
     episode = play(workflow(own(tmp_path, method).new, max_turns=1), ["a"], TASK)
     assert episode.status is EpisodeStatus.FAILED and episode.error is not None
-    assert re.match(r"mine/1: \S+mine\.py:make: ", episode.error) and re.search(message, episode.error)
+    assert re.search(message, episode.error), episode.error
+    assert name == "refused task" or re.match(r"mine/1: \S+mine\.py:make: ", episode.error)
 
 
 def test_without_a_state_key_states_are_not_named(tmp_path: Path) -> None:

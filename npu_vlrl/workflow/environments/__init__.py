@@ -6,7 +6,6 @@ file makes a `Game`, or any `types.Environment`. `visual_qa` stands apart: it is
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 from pydantic import PydanticUserError, ValidationError, validate_call
 
 from npu_vlrl.config import EnvironmentConfig
+from npu_vlrl.registry import GAMES, load
 from npu_vlrl.types import Environment
 from npu_vlrl.workflow.environments.formats import Format, make_format
 from npu_vlrl.workflow.environments.game import GameEnvironment
@@ -22,13 +22,7 @@ from npu_vlrl.workflow.environments.own import OwnEnvironment, OwnGame, made
 from npu_vlrl.workflow.names import check_names
 from npu_vlrl.workflow.workers import is_spec, load_function
 
-__all__ = ["GAMES", "Environments", "GameEnvironment", "environments"]
-
-GAMES = {
-    "sokoban": "npu_vlrl.workflow.environments.sokoban",
-    "frozenlake": "npu_vlrl.workflow.environments.frozenlake",
-    "gymnasium": "npu_vlrl.workflow.environments.gym",
-}
+__all__ = ["Environments", "GameEnvironment", "environments"]
 
 
 class NewEnvironment(Protocol):
@@ -89,7 +83,7 @@ def _maker(config: EnvironmentConfig) -> Callable[[], Any]:
         function = load_function(config.name)
     else:
         check_names("environment", [config.name], ["visual_qa", *GAMES])
-        function = importlib.import_module(GAMES[config.name]).game
+        function = load(GAMES, config.name).game
     check_names(f"option of {config.name!r}:", config.options, inspect.signature(function).parameters)
     try:
         checked = validate_call(function)

@@ -152,10 +152,8 @@ class OwnEnvironment(UserCode):
 
     async def reset(self, task: Task) -> Sequence[Message]:
         what = f"reset(task {shown(task.id)})"
-        try:
-            messages = await self.awaited(f"{what} ", lambda: self.own.reset(task), DataError)
-        except DataError as error:  # a task that it refuses, in its own words
-            raise DataError(f"{self._spec}: {error}") from error
+        # a task that it refuses is told in its own words
+        messages = await self.awaited(f"{what} ", lambda: self.own.reset(task), DataError)
         opening = self._messages(what, messages, ("system", "user", "assistant"))
         if not opening:
             raise self.wrong(f"{what} returned no message", MESSAGE)
