@@ -31,11 +31,10 @@ from npu_vlrl.workflow.base import Sampling, Workflow
 from npu_vlrl.workflow.environments import environments
 from npu_vlrl.workflow.environments.formats import Format
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
-from npu_vlrl.workflow.names import check_names
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.rewards import make_judge
 from npu_vlrl.workflow.tools import Toolbox, on_scale
-from npu_vlrl.workflow.workflows import make_workflow
+from npu_vlrl.workflow.workflows import workflow_maker
 
 EVALUATION_SEED = 1_000_003
 """Added to `train.seed` for generated evaluation tasks, so that no training task is among them."""
@@ -86,6 +85,8 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
         )
     check_asynchronous(config, algorithm)
     rollout, evaluation = config.rollout, config.evaluation
+    with blaming("workflow"):
+        new_workflow = workflow_maker(config.workflow)
     setting = make_setting(config, cleanup)
     check_setting(config, algorithm, setting)
     with blaming("data"):
@@ -102,7 +103,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
         loaded, vision = load(config, run_dir / "model", platform)
     episodes = EpisodeParts.of(setting, loaded)
     with blaming("workflow"):
-        workflow = make_workflow(config.workflow, episodes.renderer, episodes.new_environment, episodes.schemas)
+        workflow = new_workflow(episodes.renderer, episodes.new_environment, episodes.schemas)
     engine = new_engine(config, platform, world, loaded, vision, run_dir, cleanup)
     return Parts(
         platform,
@@ -241,7 +242,6 @@ def task_source(
     `check_answer` refuses gold answers of records; those of generated tasks are right by construction.
     """
     if config.generator is not None:
-        check_names("generator", [config.generator], GENERATORS)
         # one merged patch is 28 pixels for Qwen2.5-VL and 32 for Qwen3-VL
         unit = 32 if "qwen3_vl" in whole.model.path else 28
         return TaskSource.generated(load_named(GENERATORS, config.generator).generated(whole, seed, unit))

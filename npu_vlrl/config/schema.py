@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from npu_vlrl.config.base import Count, CountOrOff, Earned, NonNegative, Positive, Section, Share, at_home
 from npu_vlrl.config.training import AlgorithmConfig, CriticConfig, OptimConfig, TrainConfig, WarmStartConfig
+from npu_vlrl.registry import GENERATORS
 from npu_vlrl.types import MAX_REWARD
 
 
@@ -94,6 +95,13 @@ class SourceConfig(Section):
     """Share of unusable records (counted and reported) above which the run ends."""
 
     _home = at_home("path")
+
+    @field_validator("generator")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name is not None and name not in GENERATORS:
+            raise ValueError(f"there is no generator {name!r}; choose one of {', '.join(GENERATORS)}")
+        return name
 
     @model_validator(mode="after")
     def _one_source(self) -> SourceConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from npu_vlrl.config import WorkflowConfig
@@ -32,24 +33,33 @@ GIVEN = ("config", "renderer", "new_environment", "schemas")
 """Arguments of every workflow; others are its options."""
 
 
-def make_workflow(
-    config: WorkflowConfig,
-    renderer: Renderer,
-    new_environment: Callable[[], Environment],
-    schemas: Sequence[Mapping[str, Any]] = (),
-) -> Workflow:
-    """The workflow of `config.name`: a key of `WORKFLOWS`, or the user's `path/to/file.py:Class`.
+MakeWorkflow = Callable[[Renderer, Callable[[], Environment], Sequence[Mapping[str, Any]]], Workflow]
+"""Takes the renderer, a function that makes the environment of an episode, and the schemas of tools."""
 
-    Raises ValueError for an unknown name or option, a file without that class or function, and an option that it
-    refuses; DataError when it raises anything else.
+
+def workflow_maker(config: WorkflowConfig) -> MakeWorkflow:
+    """Makes the workflow of `config.name`: a key of `WORKFLOWS`, or the user's `path/to/file.py:Class`.
+
+    Raises ValueError for an unknown name or option, and a file without that class or function. What it returns raises
+    ValueError for an option that the class refuses, and DataError for anything else that it raises.
     """
     if not is_spec(config.name):
         check_names("workflow", [config.name], WORKFLOWS)
         check_names(f"option of {config.name!r}:", config.options, ())
-        return WORKFLOWS[config.name](config, renderer, new_environment, schemas)
+        return partial(WORKFLOWS[config.name], config)
     make = load_function(config.name, classes=True)
     parameters = [name for name in inspect.signature(make).parameters if name not in GIVEN]
     check_names(f"option of {config.name!r}:", config.options, parameters)
+    return partial(_own, config, make)
+
+
+def _own(
+    config: WorkflowConfig,
+    make: Callable[..., Any],
+    renderer: Renderer,
+    new_environment: Callable[[], Environment],
+    schemas: Sequence[Mapping[str, Any]],
+) -> OwnWorkflow:
     code = UserCode(config.name, "workflow")
     own = code.called("", lambda: make(config, renderer, new_environment, schemas, **config.options), ValueError)
     if not inspect.iscoroutinefunction(getattr(own, "run", None)):

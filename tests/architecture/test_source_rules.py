@@ -21,7 +21,7 @@ ROOMS = [
 ]
 """A room imports itself and earlier ones; everything that is not listed is the top floor and imports all of them."""
 
-ONLY = {"__init__": set(), "types": set(), "registry": set(), "config": {"types"}, "disk": set()}
+ONLY = {"__init__": set(), "types": set(), "registry": set(), "config": {"types", "registry"}, "disk": set()}
 
 VENDOR_ROOMS = ("hardware", "kernels")
 VENDOR = re.compile(r"(cuda|npu|nccl|hccl|torch_npu|torch\.cuda|torch\.npu)([:,.].*)?", re.IGNORECASE | re.DOTALL)
