@@ -101,7 +101,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
             model_folder(config.model.path, run_dir / "model", config.train.seed)  # engines may read it now
             remote.begin(world, run_dir / "model")
         loaded, vision = load(config, run_dir / "model", platform)
-    episodes = EpisodeParts.of(setting, loaded)
+        episodes = EpisodeParts.of(setting, loaded)
     with blaming("workflow"):
         workflow = new_workflow(episodes.renderer, episodes.new_environment, episodes.schemas)
     engine = new_engine(config, platform, world, loaded, vision, run_dir, cleanup)
