@@ -43,7 +43,7 @@ from npu_vlrl.types import (
     Task,
     Trajectory,
 )
-from npu_vlrl.workflow.vision_multiturn import Sampling
+from npu_vlrl.workflow.base import Sampling
 
 TURNS = 3
 MOST = 10

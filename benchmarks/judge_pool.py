@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from npu_vlrl.registry import RULES
 from npu_vlrl.types import JudgeError, Message, Task, Verdict
-from npu_vlrl.workflow.rewards import RULES, InlineJudge, JudgePool
+from npu_vlrl.workflow.rewards import InlineJudge, JudgePool
 
 PERIOD_S = 0.001
 HOSTILE = ("9^{9^{9^{9}}}", "(2^{100000})!", "(" * 300 + "5" + ")" * 300)

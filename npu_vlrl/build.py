@@ -13,7 +13,6 @@ from typing import Any
 from npu_vlrl.config import Config, ConfigError, SourceConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.data.source import TaskSource
-from npu_vlrl.data.synthetic import arrow_task, episode_task, load_photos, photo_task
 from npu_vlrl.engines import remote
 from npu_vlrl.engines.base import RoundEngine
 from npu_vlrl.hardware import Platform
@@ -25,13 +24,17 @@ from npu_vlrl.model.load import LoadedModel, model_folder
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.network.world import World, started_processes
 from npu_vlrl.processes import blaming, join_engines, learning_ranks, load, new_engine, new_learner, prepare
+from npu_vlrl.registry import GENERATORS
+from npu_vlrl.registry import load as load_named
 from npu_vlrl.types import Environment, Task
-from npu_vlrl.workflow.environments import game_environments
+from npu_vlrl.workflow.base import Sampling, Workflow
+from npu_vlrl.workflow.environments import environments
+from npu_vlrl.workflow.environments.formats import Format
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.rewards import make_judge
 from npu_vlrl.workflow.tools import Toolbox, on_scale
-from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
+from npu_vlrl.workflow.workflows import workflow_maker
 
 EVALUATION_SEED = 1_000_003
 """Added to `train.seed` for generated evaluation tasks, so that no training task is among them."""
@@ -49,7 +52,10 @@ class Parts:
     """None where this is the only process."""
     ranks: Ranks
     """Those that learn together; this process alone where `train.learners` is 1."""
-    workflow: VisionMultiTurnAgenticWorkflow
+    workflow: Workflow
+    episodes: EpisodeParts
+    format: Format | None
+    """The form in which turns name actions; None where any text is one."""
     algorithm: Algorithm
     train_tasks: TaskSource
     eval_tasks: list[Task]
@@ -72,11 +78,6 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
     if started_processes() == 1 and not config.model.path.startswith("tiny:"):
         inspect_folder(config.model.path)  # before data are read; of several processes the others are met first
     algorithm = resolve(config.algorithm)
-    if algorithm.advantage == "gigpo" and not config.environment.is_game:
-        raise ConfigError(
-            "algorithm.advantage=gigpo compares states, and environment.name=visual_qa does not name them; choose a "
-            "game or another algorithm.preset"
-        )
     if algorithm.with_observations and config.workflow.export_style == "individual":
         raise ConfigError(
             "algorithm.loss_mask=false and algorithm.advantage_mask=false are about tokens between turns, and with "
@@ -84,7 +85,10 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
         )
     check_asynchronous(config, algorithm)
     rollout, evaluation = config.rollout, config.evaluation
+    with blaming("workflow"):
+        new_workflow = workflow_maker(config.workflow)
     setting = make_setting(config, cleanup)
+    check_setting(config, algorithm, setting)
     with blaming("data"):
         train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
         if draws:
@@ -97,7 +101,9 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
             model_folder(config.model.path, run_dir / "model", config.train.seed)  # engines may read it now
             remote.begin(world, run_dir / "model")
         loaded, vision = load(config, run_dir / "model", platform)
-        workflow = new_workflow(config, setting, loaded)
+        episodes = EpisodeParts.of(setting, loaded)
+    with blaming("workflow"):
+        workflow = new_workflow(episodes.renderer, episodes.new_environment, episodes.schemas)
     engine = new_engine(config, platform, world, loaded, vision, run_dir, cleanup)
     return Parts(
         platform,
@@ -107,6 +113,8 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
         world,
         ranks,
         workflow,
+        episodes,
+        setting.format(episodes.renderer.opens_thought),
         algorithm,
         train_tasks,
         eval_tasks,
@@ -117,14 +125,34 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
     )
 
 
-def new_workflow(config: Config, setting: Setting, loaded: LoadedModel) -> VisionMultiTurnAgenticWorkflow:
-    renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
-    schemas, processor = setting.schemas, loaded.processor
-    if processor is not None and processor.position_scale is not None:
-        schemas = [on_scale(schema, processor.position_scale) for schema in schemas]
-    return VisionMultiTurnAgenticWorkflow(
-        config.workflow, renderer, lambda: setting.new_environment(processor, renderer.opens_thought), schemas
-    )
+@dataclass(frozen=True)
+class EpisodeParts:
+    """What a workflow is made of; see `workflow.base.Workflow`."""
+
+    renderer: Renderer
+    new_environment: Callable[[], Environment]
+    schemas: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, setting: Setting, loaded: LoadedModel) -> EpisodeParts:
+        renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
+        schemas, processor = setting.schemas, loaded.processor
+        if processor is not None and processor.position_scale is not None:
+            schemas = [on_scale(schema, processor.position_scale) for schema in schemas]
+        return cls(renderer, lambda: setting.new_environment(processor, renderer.opens_thought), schemas)
+
+
+def check_setting(config: Config, algorithm: Algorithm, setting: Setting) -> None:
+    """Raises ConfigError where the algorithm or the warm start asks for what the environment does not have."""
+    name = config.environment.name
+    if algorithm.advantage == "gigpo" and not setting.names_states:
+        remedy = "give it a method state_key" if config.environment.is_own else "choose a game"
+        raise ConfigError(
+            f"algorithm.advantage=gigpo compares states, and environment.name={name} does not name them; {remedy} or "
+            "another algorithm.preset"
+        )
+    if config.warm_start.steps and not setting.shows_solutions:
+        raise ConfigError(f"warm_start.steps: environment.name={name} shows no solutions; set warm_start.steps=0")
 
 
 def check_asynchronous(config: Config, algorithm: Algorithm) -> None:
@@ -160,6 +188,12 @@ class Setting:
     """Takes what makes patches of pictures, and whether the chat template opens a thought (None: no model)."""
     schemas: Sequence[Mapping[str, Any]] = ()
     """Functions that the policy is told it may call."""
+    names_states: bool = False
+    """Its `state_key` tells states apart."""
+    shows_solutions: bool = True
+    """A warm start can demonstrate it."""
+    format: Callable[[bool | None], Format | None] = lambda _: None
+    """The form in which turns name actions, by whether the chat template opens a thought; None: any text is one."""
     check_gold: Callable[[str], None] | None = None
     """Refuses answers of records that cannot be judged against."""
     wrong_replies: Callable[[], int] = lambda: 0
@@ -168,13 +202,19 @@ class Setting:
 
 def make_setting(config: Config, cleanup: ExitStack) -> Setting:
     """Worker processes that it starts end with `cleanup`. Raises ConfigError for what cannot be made."""
-    return _game(config) if config.environment.is_game else _visual_qa(config, cleanup)
-
-
-def _game(config: Config) -> Setting:
+    if config.environment.is_judged:
+        return _visual_qa(config, cleanup)
     with blaming("environment"):
-        new_environment = game_environments(config.environment)
-    return Setting(lambda _, opened: new_environment(opened))
+        made = environments(config.environment)
+    if made.is_game:
+        with blaming("data"):
+            config.check_seeds(True)
+    return Setting(
+        lambda _, opened: made.new(opened),
+        names_states=made.names_states,
+        shows_solutions=made.is_game,
+        format=made.format,
+    )
 
 
 def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
@@ -189,8 +229,8 @@ def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
     return Setting(
         lambda processor, _: VisualQA(workflow, judge, toolbox, reward.failed_reward, processor),
         toolbox.schemas() if workflow.describe_tools else (),
-        judge.check_gold,
-        lambda: judge.wrong_replies + toolbox.wrong_replies,
+        check_gold=judge.check_gold,
+        wrong_replies=lambda: judge.wrong_replies + toolbox.wrong_replies,
     )
 
 
@@ -202,7 +242,9 @@ def task_source(
     `check_answer` refuses gold answers of records; those of generated tasks are right by construction.
     """
     if config.generator is not None:
-        return TaskSource.generated(_generator(whole, config.generator, seed))
+        # one merged patch is 28 pixels for Qwen2.5-VL and 32 for Qwen3-VL
+        unit = 32 if "qwen3_vl" in whole.model.path else 28
+        return TaskSource.generated(load_named(GENERATORS, config.generator).generated(whole, seed, unit))
     assert config.path is not None
     if not Path(config.path).exists():
         raise ConfigError(
@@ -228,15 +270,3 @@ def evaluation_tasks(config: Config, check_answer: Callable[[str], None] | None)
     source = task_source(config.data.eval or config.data.train, config, seed, check_answer)
     tasks = list(islice(source.all(), config.evaluation.tasks or None))
     return tasks, list(source.skipped.values())
-
-
-def _generator(config: Config, name: str, seed: int) -> Callable[[int], Task]:
-    if name == "episodes":
-        game = config.environment.name.rpartition(":")[2]
-        return lambda index: episode_task(game, seed, index)
-    # one merged patch is 28 pixels for Qwen2.5-VL and 32 for Qwen3-VL; the picture is 2 x 2 of them
-    unit = 32 if "qwen3_vl" in config.model.path else 28
-    if name == "arrow":
-        return lambda index: arrow_task(seed, index, size=2 * unit, card=unit)
-    photos = load_photos()
-    return lambda index: photo_task(seed, index, photos, size=2 * unit, card=unit)

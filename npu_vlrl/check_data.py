@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from npu_vlrl.build import make_setting, new_workflow, task_source
+from npu_vlrl.build import EpisodeParts, make_setting, task_source
 from npu_vlrl.config import Config, SourceConfig
 from npu_vlrl.data.source import TaskSource
 from npu_vlrl.model.load import load_model
@@ -99,7 +99,8 @@ def check(config: Config, limit: int | None = None) -> Iterator[Found]:
         scratch = Path(cleanup.enter_context(TemporaryDirectory()))
         with blaming("model"):
             loaded = load_model(config.model, scratch, config.train.seed, torch.device("meta"))
-            workflow = new_workflow(config, setting, loaded)
+            parts = EpisodeParts.of(setting, loaded)
+        workflow = VisionMultiTurnAgenticWorkflow(config.workflow, parts.renderer, parts.new_environment, parts.schemas)
         sources = {"data.train": config.data.train, "data.eval": config.data.eval}
         for key, source in sources.items():
             if source is not None:
@@ -107,7 +108,7 @@ def check(config: Config, limit: int | None = None) -> Iterator[Found]:
                 lenient = source.model_copy(update={"max_skip_share": 1.0})  # all faults are wanted
                 with blaming("data"):
                     tasks = task_source(lenient, config, config.train.seed, setting.check_gold)
-                judged = config.reward.rule == "benchmark" and not config.environment.is_game
+                judged = config.reward.rule == "benchmark" and config.environment.is_judged
                 runner.run(_look(_tasks(tasks, source, limit, found), workflow, judged, found))
                 if source.path is not None:
                     found.unused = tasks.unused(found.rows)
@@ -145,11 +146,11 @@ async def _look(tasks: Iterator[Task], workflow: VisionMultiTurnAgenticWorkflow,
     """`judged`: an empty answer is judged, too, for a rule that reads more of a task than its gold answer."""
     for number, task in enumerate(tasks):
         try:
-            environment, conversation = await workflow.begin(task)
-            if judged:
-                step = await environment.step("", ())
-                if step.judge_error is not None:
-                    raise DataError(step.judge_error)
+            async with workflow.opened(task) as (environment, conversation):
+                if judged:
+                    step = await environment.step("", ())
+                    if step.judge_error is not None:
+                        raise DataError(step.judge_error)
         except (DataError, ValueError) as error:
             name = task.id if task.id not in found.faults else f"{task.id} (task {number})"
             found.faults[name] = str(error)

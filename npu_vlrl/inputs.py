@@ -207,10 +207,10 @@ def data_files(path: Path) -> Files:
 
 
 def code_files(config: Config) -> Files:
-    """Files that rewards, tools and the environment are made of, as far as these are the user's own."""
+    """Files that rewards, tools, environment and workflow are made of, as far as these are the user's own."""
     environment = config.environment
     settings = [config.reward.rule, config.reward.options, list(config.workflow.tools)]
-    settings += [environment.name, environment.options]
+    settings += [environment.name, environment.options, config.workflow.name, config.workflow.options]
     found: Files = {}
     for text in _strings(settings):
         name = text.rpartition(":")[0] if is_spec(text) else text

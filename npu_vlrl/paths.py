@@ -25,7 +25,9 @@ def rooted(config: Config) -> Config:
         "run": config.run.model_copy(update={"dir": os.path.abspath(config.run.dir)}),
         "model": model if tiny else model.model_copy(update={"path": os.path.abspath(model.path)}),
         "data": data.model_copy(update=sources),
-        "workflow": config.workflow.model_copy(update={"tools": tuple(map(_rooted, config.workflow.tools))}),
+        "workflow": config.workflow.model_copy(
+            update={"name": _rooted(config.workflow.name), "tools": _rooted(config.workflow.tools)}
+        ),
         "environment": config.environment.model_copy(update={"name": _rooted(config.environment.name)}),
         "reward": config.reward.model_copy(
             update={"rule": _rooted(config.reward.rule), "options": _rooted(config.reward.options)}

@@ -38,6 +38,7 @@ from npu_vlrl.types import (
     Turn,
 )
 from npu_vlrl.workflow.environments import GameEnvironment
+from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.tools.describe import describe_tools
 
 HELP = "/solution shows how it is solved, /state the name of the state, /quit ends."
@@ -87,6 +88,7 @@ def play(config: Config, number: int, images: Path | None, show: bool, max_turns
                 f"--task {number}: data.train has no such task; the first one is 0, choose a smaller number"
             )
         environment = setting.new_environment(_processor(config, cleanup), None)
+        cleanup.callback(lambda: runner.run(environment.close()))
         opening = runner.run(environment.reset(task))
         screen.line(f"{task.id}. {HELP}")
         screen.messages(_told_first(config, opening, setting.schemas))
@@ -135,7 +137,7 @@ class _Episode:
             self._screen.line(f"the judge failed: {step.judge_error}")
         if step.tool_results:
             self._screen.messages(Message("tool", (result.text, *result.images)) for result in step.tool_results)
-        elif step.status is None or isinstance(self._environment, GameEnvironment):
+        elif step.status is None or not isinstance(self._environment, VisualQA):
             self._screen.messages(step.messages)  # an answer that ends the episode gets no feedback
         self._screen.line(f"reward {step.reward:g} ({_listed(terms)})")
 
@@ -147,9 +149,9 @@ class _Episode:
         return answer_format.write(defaultdict(str, {answer_format.tag: line}))
 
     def _solution(self) -> str:
-        if not isinstance(self._environment, GameEnvironment):
+        if isinstance(self._environment, VisualQA):
             return f"the right answer is {self._task.answer!r}"
-        actions = self._environment.game.solution()
+        actions = self._environment.game.solution() if isinstance(self._environment, GameEnvironment) else None
         return "no solution is known" if actions is None else self._separator.join(actions)
 
 

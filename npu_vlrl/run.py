@@ -50,7 +50,7 @@ class Run:
         if self.folder.resumed:
             self.inputs.check()
         self.parts: Parts = build(absolute, self.folder.path, cleanup, draws)
-        self.folder.thought_opened = self.parts.workflow.renderer.opens_thought
+        self.folder.format = self.parts.format
         self.console = ConsoleReport(config.train.steps, config.run.log_every)
         self.sinks = cleanup.enter_context(Sinks(config.run.sinks, self._opening, self.console.line))
         self.folder.begin()
@@ -70,7 +70,7 @@ class Run:
         self.evaluations: dict[str, dict[str, float]] = {}
         """`baseline` and `final`; they survive a stop."""
         self.troubles = Troubles(config.workflow, self.parts.train_tasks, self.parts.wrong_replies)
-        if not config.environment.is_game:
+        if config.environment.is_judged:
             lowest = lowest_reward(config.reward.rule, config.reward.options)
             for message in self.troubles.failing_pays(lowest, "reward.rule"):
                 self.console.line(message)
@@ -124,7 +124,7 @@ class Run:
     def guard(self, learner: LearnerGroup) -> EngineGuard:
         """What compares the engines with the learner after each update of the weights."""
         parts, room = self.parts, self.config.workflow.context_tokens
-        return EngineGuard(parts.engine, learner, Probe(parts.loaded, parts.workflow.renderer, room))
+        return EngineGuard(parts.engine, learner, Probe(parts.loaded, parts.episodes.renderer, room))
 
     def rollouts(self, step: int) -> InTurn | Stream:
         """Where the steps from `step` on get their groups."""

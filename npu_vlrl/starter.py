@@ -11,84 +11,12 @@ from typing import Any
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.estimate.report import Device, estimate, named_device
 from npu_vlrl.hardware import PLATFORMS, Platform, select
-
-Values = dict[str, Any]
-"""Settings by dotted key, in the order in which they are written."""
+from npu_vlrl.registry import STARTERS, load
+from npu_vlrl.tasks.starting import Values
 
 LARGEST_FIRST = ("Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen2.5-VL-3B-Instruct")
 """What is proposed where no model is named: the first that fits."""
 PICTURE = (640, 480)
-
-_SHARED: Values = {
-    "run.checkpoint_every": 20,
-    "train.steps": 200,
-    "rollout.groups": 32,
-    "rollout.group_size": 8,
-    "evaluation.every": 20,
-}
-_GRPO: Values = {"algorithm.preset": "grpo", "algorithm.kl_coef": 0.0, "algorithm.aggregation": "token-mean"}
-_GEO3K: Values = {
-    "workflow.max_turns": 3,
-    "workflow.turn_tokens": 1024,
-    "workflow.context_tokens": 4096,
-    "reward.rule": "math_verify",
-    "reward.workers": 4,
-    "evaluation.tasks": 0,
-    "model.max_pixels": 401408,
-}
-TASKS: dict[str, Values] = {
-    "geo3k": {
-        "run.dir": "runs/geo3k",
-        "data.train.path": "runs/data/geo3k/train.parquet",
-        "data.eval.path": "runs/data/geo3k/test.parquet",
-        **_SHARED,
-        **_GEO3K,
-        **_GRPO,
-    },
-    "rotation": {
-        "run.dir": "runs/rotation",
-        "data.train.path": "runs/data/rotation/train.parquet",
-        "data.eval.path": "runs/data/rotation/test.parquet",
-        **_SHARED,
-        "workflow.max_turns": 4,
-        "workflow.turn_discount": 0.9,
-        "workflow.tools": ["rotate"],
-        "workflow.tool_call_reward": -0.05,
-        "workflow.feedback": "That is not the angle. Look again.",
-        "workflow.turn_tokens": 512,
-        "workflow.context_tokens": 5120,
-        "reward.rule": "rotation_broad",
-        "reward.workers": 2,
-        "evaluation.tasks": 0,
-        "model.max_pixels": 401408,
-        **_GRPO,
-    },
-    "sokoban": {
-        "run.dir": "runs/sokoban",
-        "data.train.generator": "episodes",
-        **_SHARED,
-        "environment.name": "sokoban",
-        "environment.options": {"size": 6, "boxes": 1, "tile": 32},
-        "environment.format": "free_think",
-        "environment.format_reward": 0.1,
-        "workflow.max_turns": 6,
-        "workflow.reward_mode": "sum",
-        "workflow.turn_tokens": 256,
-        "workflow.context_tokens": 3072,
-        "evaluation.tasks": 128,
-        "model.min_pixels": 3136,
-        "model.max_pixels": 50176,
-        "algorithm.preset": "gigpo",
-    },
-    "own-data": {
-        "run.dir": "runs/own_data",
-        "data.train.path": "my_train.parquet",
-        **_SHARED,
-        **_GEO3K,
-        "evaluation.tasks": 64,
-        **_GRPO,
-    },
-}
 
 _REAL: Values = {"model.dtype": "bfloat16", "model.freeze_vision": True, "model.gradient_checkpointing": True}
 _ONE: Values = {
@@ -189,8 +117,8 @@ def starter(task: str, device: Device, devices: int, model: str | None, target: 
     Raises ConfigError when nothing fits, and for an unknown task or model; FileExistsError and other OSErrors for a
     file that is there or cannot be written.
     """
-    if task not in TASKS:
-        raise ConfigError(f"--task {task}: choose one of {', '.join(TASKS)}")
+    if task not in STARTERS:
+        raise ConfigError(f"--task {task}: choose one of {', '.join(STARTERS)}")
     values, chosen = _fitting(task, device, devices, model)
     text = "\n".join([f"# npu-vlrl init --task {task}", f"# {chosen}", *_lines(values), ""])
     with target.open("x", encoding="utf-8") as file:
@@ -200,10 +128,10 @@ def starter(task: str, device: Device, devices: int, model: str | None, target: 
 
 def _fitting(task: str, device: Device, devices: int, model: str | None) -> tuple[Values, str]:
     """The settings, and why the model is that one."""
-    where = f"{devices} x {device.name}"
+    where, wanted = f"{devices} x {device.name}", load(STARTERS, task).STARTER
     if device.memory is None and model is None:
-        return _TINY | TASKS[task] | _TINY, f"a tiny random model, since {where} has no memory of its own"
-    values = TASKS[task] | _REAL | (_ONE if devices == 1 else _SEVERAL)
+        return _TINY | wanted | _TINY, f"a tiny random model, since {where} has no memory of its own"
+    values = wanted | _REAL | (_ONE if devices == 1 else _SEVERAL)
     if model is not None:
         chosen = {"model.path": model} | values
         fits = estimate(_config(chosen), device, devices, PICTURE).fits
@@ -272,13 +200,9 @@ def next_steps(task: str, made: Starter, target: Path, device: str | None) -> It
     path = made.config.model.path
     if not path.startswith("tiny:") and not (Path(path) / "config.json").is_file():
         yield f"# download Qwen/{Path(path).name} into {path}, or set model.path"
-    prepare = {
-        "geo3k": "npu-vlrl data geo3k --out runs/data/geo3k",
-        "rotation": "npu-vlrl data rotation --photos YOUR_PHOTOS --out runs/data/rotation --size 448",
-        "own-data": "# write my_train.parquet as docs/data.md shows, or set data.train.path",
-    }
-    if task in prepare:
-        yield prepare[task]
+    prepare = load(STARTERS, task).PREPARE
+    if prepare is not None:
+        yield prepare
     named = f" --device {device}" if device else ""
     yield f"npu-vlrl estimate --config {target}{named}" + (f" --devices {made.devices}" if made.devices > 1 else "")
     if made.devices > 1:

@@ -53,8 +53,10 @@ class EpisodeStatus(StrEnum):
     """An unsolved answer that `workflow.retry_when` does not retry."""
     LOST = "lost"
     """The environment is over and was not solved."""
+    TRUNCATED = "truncated"
+    """The environment ended for want of time; its state still had a value."""
     FAILED = "failed"
-    """The sample itself was at fault; the message is in `Trajectory.error`."""
+    """The sample was at fault, or code of the user's own; `Trajectory.error` says which and why."""
 
 
 class DataError(ValueError):
@@ -302,21 +304,25 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment makes of what the policy said in a turn.
+    """Answer of an environment to a turn of the policy.
 
     Example: `Step(-0.1, (Message("user", (picture, "Your move?")),), verdict=Verdict(-0.1, solved=False))`
     """
 
     reward: float
+    """Reward of the turn, finite and at most ±`MAX_REWARD`."""
     messages: tuple[Message, ...] = ()
     """What the policy sees next; results of tools are told by `tool_results` instead."""
     status: EpisodeStatus | None = None
-    """Why the episode is over; None while it goes on."""
+    """SOLVED, LOST, TRUNCATED or STOPPED where the episode is over; None while it goes on."""
     verdict: Verdict | None = None
-    """None when the turn was no answer and no move, such as a tool call."""
+    """None when the turn was no answer and no move, such as a tool call. An environment of the user's own may leave it
+    out: `reward` is then its verdict, solved where the status is SOLVED."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     judge_error: str | None = None
+    invalid: bool = False
+    """The text was no action of the environment; counted in the metric `invalid_turns`."""
 
 
 @dataclass(frozen=True)
@@ -337,6 +343,8 @@ class Turn:
     """Why the judge gave no verdict of its own; the answer then scored `reward.failed_reward`."""
     state: str | None = None
     """The environment's `state_key` before the turn."""
+    invalid: bool = False
+    """The text was no action of the environment."""
 
 
 @dataclass(frozen=True)
@@ -506,19 +514,34 @@ class Judge(Protocol):
 
 
 class Environment(Protocol):
-    """The world of one episode. Two episodes of one task that say the same see and earn the same."""
+    """World of one episode: `reset` once, then `step` for each turn of the policy, then `close` once.
+
+    Two episodes of one task in which the policy says the same see and earn the same. A class that inherits from
+    Environment needs `reset` and `step` only.
+
+    Example: docs/environments.md has one of 30 lines.
+    """
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """The opening messages. Raises DataError for a task that cannot be played."""
+        """Opening messages: texts and images of the roles system, user and assistant, at least one message.
+
+        `task.extra["seed"]` is an int where `data.train.generator` is `episodes`. Raises DataError for a task that
+        cannot be played.
+        """
         ...
 
     async def step(self, text: str, history: Sequence[Turn]) -> Step:
-        """Answers a turn; `text` as in `Turn`, `history` holds the earlier ones. Bad moves are told, never raised."""
+        """Answers a turn; `text` as in `Turn`, `history` holds the earlier turns. Any text is possible: one that is no
+        action is told to the policy (`Step.invalid`), never raised.
+        """
         ...
 
     def state_key(self) -> str | None:
         """Names the state, equal exactly for states that are the same to the policy's future; None: not known."""
-        ...
+        return None
+
+    async def close(self) -> None:
+        """Frees what `reset` took, also where that raised; called once for each episode."""
 
 
 class JudgeError(RuntimeError):

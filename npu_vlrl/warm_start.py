@@ -11,12 +11,13 @@ from npu_vlrl.build import task_source
 from npu_vlrl.data.source import TaskSource
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import replace_weights
-from npu_vlrl.rollout.demonstrations import ScriptedSession, played, script
+from npu_vlrl.registry import GENERATORS, load
+from npu_vlrl.rollout.demonstrations import ScriptedSession, played
 from npu_vlrl.run import Run
 from npu_vlrl.types import DataError, Sample, Task, Trajectory
+from npu_vlrl.workflow.base import Sampling
 from npu_vlrl.workflow.environments import GameEnvironment
 from npu_vlrl.workflow.export import export
-from npu_vlrl.workflow.vision_multiturn import Sampling
 
 FOLDER = "warm_start"
 SEED = 2_000_003
@@ -48,7 +49,7 @@ async def warm_start(run: Run, between: Callable[[str], None] = lambda _: None) 
     run.inputs.record_warm_start()
     learner.forget_features()
     episodes = config.warm_start.steps * config.warm_start.batch
-    if config.environment.is_game:
+    if not config.environment.is_judged:
         known = f"of which {solved / episodes:.0%} solve their game"
     else:
         known = f"of whose first answers {right / episodes:.0%} are right"
@@ -80,9 +81,12 @@ def demonstrated_samples(shown: list[Trajectory], template: str) -> list[Sample]
 
 
 def _lines(run: Run, task: Task, rng: random.Random) -> Iterable[str]:
-    config, environment = run.config, run.parts.workflow.new_environment()
-    share, opened = config.warm_start.right_share, run.parts.workflow.renderer.opens_thought
+    config, episodes = run.config, run.parts.episodes
+    environment, opened = episodes.new_environment(), episodes.renderer.opens_thought
     if isinstance(environment, GameEnvironment):
         own = random.Random(rng.random())  # an episode is played line by line, at the same time as others
+        share = config.warm_start.right_share
         return played(environment.game, task.extra["seed"], config.environment, share, own, opened)
-    return script(task, share, rng, config.workflow.max_turns - 1, opened)
+    assert config.data.train.generator is not None, "the configuration demands one"
+    lines: Iterable[str] = load(GENERATORS, config.data.train.generator).demonstration(task, config, rng, opened)
+    return lines

@@ -158,6 +158,11 @@ def test_combinations_of_learners_that_mean_nothing(base: Path) -> None:
         ("evaluation.tasks=0", "data.eval.path=x", "evaluation.tasks=0 means all of a file"),
         ("algorithm.updates=17", "rollout.groups=17", "algorithm.updates cannot exceed rollout.groups"),
         ("train.shard=true", "train.learners=2", "train.shard divides a learner over several processes"),
+        (
+            "data.train.generator=arow",
+            "data.train.generator=photo",
+            "there is no generator 'arow'; choose one of photo,",
+        ),
         ("data.train.path=x", "data.train.generator=null", "data.train: give either `path` or `generator`"),
         ("data.train.generator=null", "data.train.path=x", "data.train: give either `path` or `generator`"),
         ("data.eval={}", "data.eval.generator=photo", "data.eval: give either `path` or `generator`"),
@@ -182,7 +187,7 @@ GAME = ["environment.name=sokoban", "data.train.generator=episodes"]
 
 def test_a_game_is_configured_in_its_own_section(base: Path) -> None:
     config = load_config(base, [*GAME, "environment.options.size=5", "environment.format=no_think"])
-    assert config.environment.is_game and not load_config(base).environment.is_game
+    assert load_config(base).environment.is_judged and not config.environment.is_judged
     assert config.environment.options == {"size": 5}
     load_config(base, [*GAME, "data.eval.generator=episodes", "workflow.turn_discount=0.5", "warm_start.steps=1"])
 
@@ -218,6 +223,15 @@ def test_games_have_episodes_and_nothing_else_has(base: Path) -> None:
     assert "environment.name=sokoban needs data.train.generator=episodes" in refusal(base, GAME[0])
     assert "needs data.eval.generator=episodes" in refusal(base, *GAME, "data.eval.generator=photo")
     assert "cannot use data.eval.generator=episodes" in refusal(base, "data.eval.generator=episodes")
+
+
+@pytest.mark.parametrize("source", ["generator=arrow", "generator=episodes", "{path: x, generator: null}"])
+def test_an_environment_of_ones_own_may_take_any_tasks(base: Path, source: str) -> None:
+    """Only the file can tell whether it makes a game, which needs episodes; `build` says so then."""
+    key = "data.train." if source.startswith("gen") else "data.train="
+    config = load_config(base, ["environment.name=mine.py:make", key + source])
+    assert config.environment.is_own
+    assert "has no use for reward.rule" in refusal(base, "environment.name=mine.py:make", "reward.rule=tagged")
 
 
 def test_retry_below(base: Path) -> None:

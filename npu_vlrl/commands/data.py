@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from npu_vlrl.commands.options import Commands, add_config, load
 from npu_vlrl.config import ConfigError
 from npu_vlrl.exit_codes import BAD_INPUT, DONE
-
-BENCHMARKS = ("mathvista", "mathverse", "chartqa", "mme", "mmstar", "gpqa", "aime", "math500")
+from npu_vlrl.registry import DATA
+from npu_vlrl.registry import load as load_module
 
 
 def add(commands: Commands) -> None:
@@ -19,32 +20,11 @@ def add(commands: Commands) -> None:
     add_config(check)
     check.add_argument("--limit", type=int, metavar="N", help="look at the first N usable rows of each source only")
     check.set_defaults(run=_check)
-    geo3k = kinds.add_parser("geo3k", help="60 real geometry problems as parquet in verl's schema")
-    geo3k.add_argument("--source", default="examples/geo3k_sample", help="folder with problems.jsonl and images/")
-    geo3k.add_argument("--out", required=True, help="folder for train.parquet and test.parquet")
-    geo3k.add_argument("--eval-share", type=float, default=0.25)
-    geo3k.add_argument("--seed", type=int, default=0)
-    geo3k.set_defaults(run=_geo3k)
-    rotation = kinds.add_parser("rotation", help="turned photographs as parquet in verl's schema")
-    rotation.add_argument("--photos", required=True, metavar="DIR", help="upright .jpg, .png, .webp files, also below")
-    rotation.add_argument("--out", required=True, metavar="DIR", help="folder for train.parquet and test.parquet")
-    rotation.add_argument("--per-photo", type=int, default=1, metavar="N", help="pictures made of each photograph")
-    rotation.add_argument(
-        "--angles", nargs="+", default=["continuous"], metavar="WORD", help="continuous, or multiples-of K degrees"
-    )
-    rotation.add_argument("--size", type=int, default=224, metavar="N", help="largest side of the pictures in pixels")
-    rotation.add_argument("--eval-share", type=float, default=0.25, help="share of the photographs for test.parquet")
-    rotation.add_argument("--seed", type=int, default=0)
-    rotation.set_defaults(run=_rotation)
-    benchmark = kinds.add_parser("benchmark", help="a published benchmark as parquet in verl's schema")
-    benchmark.add_argument("name", metavar="NAME", help="one of " + ", ".join(BENCHMARKS))
-    benchmark.add_argument("--source", required=True, metavar="PATH", help="file of the benchmark, or a folder of them")
-    benchmark.add_argument(
-        "--images", metavar="DIR", help="folder of pictures that rows name; default: beside the file"
-    )
-    benchmark.add_argument("--out", required=True, metavar="DIR", help="folder for NAME.parquet")
-    benchmark.add_argument("--seed", type=int, default=0, help="of the order of GPQA's options")
-    benchmark.set_defaults(run=_benchmark)
+    for name in DATA:
+        made = load_module(DATA, name)
+        parser = kinds.add_parser(name, help=made.HELP)
+        made.add(parser)
+        parser.set_defaults(run=partial(_make, made.run))
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -64,52 +44,11 @@ def _check(options: argparse.Namespace) -> int:
     return DONE if all(found.good_enough for found in sources) else BAD_INPUT
 
 
-def _geo3k(options: argparse.Namespace) -> None:
-    from npu_vlrl.data.geo3k import convert
-
-    if not 0 <= options.eval_share < 1:
-        raise ConfigError(f"--eval-share must be at least 0 and below 1, got {options.eval_share}")
-    try:
-        converted = convert(Path(options.source), Path(options.out), options.eval_share, options.seed)
-    except OSError as error:
-        raise ConfigError(f"--out: {error}; choose another folder") from error
-    for name, value in converted.items():
-        print(f"{name}: {value}")
-
-
-def _rotation(options: argparse.Namespace) -> None:
-    from npu_vlrl.data.rotation import CONTINUOUS, convert
+def _make(lines: Callable[[argparse.Namespace], Iterable[str]], options: argparse.Namespace) -> None:
     from npu_vlrl.report.console import printable
 
-    match options.angles:
-        case ["continuous"]:
-            step = CONTINUOUS
-        case ["multiples-of", degrees] if degrees.isdecimal():
-            step = float(degrees)
-        case words:
-            raise ConfigError(f"--angles must be continuous, or multiples-of K, got {' '.join(words)!r}")
-    photos, out = Path(options.photos), Path(options.out)
     try:
-        report = convert(photos, out, options.per_photo, step, options.size, options.eval_share, options.seed)
+        for line in lines(options):
+            print(printable(line))
     except OSError as error:
         raise ConfigError(f"--out: {error}; choose another folder") from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    print(f"photos: {report.photos}, train: {report.rows['train']} rows, test: {report.rows['test']} rows")
-    for what, names in (("equal to another", report.duplicates), ("skipped", report.skipped)):
-        print(f"{what}: {len(names)}")
-        for name, reason in names.items():
-            print(printable(f"  {name}: {reason}"))
-
-
-def _benchmark(options: argparse.Namespace) -> None:
-    from npu_vlrl.data.benchmarks import convert
-
-    if options.name not in BENCHMARKS:
-        raise ConfigError(f"there is no benchmark {options.name!r}; choose one of {', '.join(BENCHMARKS)}")
-    images = None if options.images is None else Path(options.images)
-    try:
-        file, rows = convert(options.name, Path(options.source), Path(options.out), images, options.seed)
-    except OSError as error:
-        raise ConfigError(f"--out: {error}") from error
-    print(f"{file}: {rows} rows; judge them with reward.rule=benchmark")

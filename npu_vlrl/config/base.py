@@ -31,3 +31,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=False, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def changed(self) -> list[str]:
+        """Fields that differ from their defaults; those without a default always do."""
+        defaults = {
+            name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()
+        }
+        return [key for key, value in self if value != defaults[key]]

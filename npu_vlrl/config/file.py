@@ -21,7 +21,8 @@ from npu_vlrl.config.base import ConfigError, Section
 from npu_vlrl.config.schema import Config
 
 OPTIONS_OF = ("name", "rule")
-"""Keys that name the owner of the `options` beside them: `environment.name`, `reward.rule`, a term's `rule`."""
+"""Keys that name the owner of the `options` beside them: `environment.name`, `workflow.name`, `reward.rule`, a term's
+`rule`."""
 
 
 def load_config(path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from npu_vlrl.config.base import Count, CountOrOff, Earned, NonNegative, Positive, Section, Share, at_home
 from npu_vlrl.config.training import AlgorithmConfig, CriticConfig, OptimConfig, TrainConfig, WarmStartConfig
+from npu_vlrl.registry import GENERATORS
 from npu_vlrl.types import MAX_REWARD
 
 
@@ -84,8 +85,8 @@ class SourceConfig(Section):
 
     path: str | None = None
     """Parquet, JSON lines, or a Hugging Face dataset folder."""
-    generator: Literal["photo", "arrow", "episodes"] | None = None
-    """`episodes` are new seeds for a game."""
+    generator: str | None = None
+    """`photo`, `arrow`, or `episodes`: new seeds for a game or an environment of your own."""
     columns: ColumnsConfig | None = None
     """For a file whose rows are not in verl's schema."""
     shuffle: bool = True
@@ -94,6 +95,13 @@ class SourceConfig(Section):
     """Share of unusable records (counted and reported) above which the run ends."""
 
     _home = at_home("path")
+
+    @field_validator("generator")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name is not None and name not in GENERATORS:
+            raise ValueError(f"there is no generator {name!r}; choose one of {', '.join(GENERATORS)}")
+        return name
 
     @model_validator(mode="after")
     def _one_source(self) -> SourceConfig:
@@ -121,6 +129,10 @@ ANSWERS = (
 class WorkflowConfig(Section):
     """What happens in an episode."""
 
+    name: str = "vision_multiturn"
+    """`vision_multiturn`, or `path/to/file.py:Class` of your own, see docs/environments.md."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of a workflow of your own."""
     max_turns: Count = 3
     """Turns of the policy in an episode; a tool call is a turn."""
     turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -160,9 +172,11 @@ class WorkflowConfig(Section):
     context_tokens: Annotated[int, Field(ge=2)] = 4096
     """Tokens of a whole episode, images included."""
 
+    _home = at_home("name")
+
     @field_validator("tools")
     @classmethod
-    def _home(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
+    def _tools_at_home(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(os.path.expanduser, tools))
 
     @property
@@ -172,12 +186,12 @@ class WorkflowConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """The world of an episode; all but `name` is for games."""
+    """The world of an episode; all but `name` and `options` is for games."""
 
     name: str = "visual_qa"
-    """`visual_qa`, a registered game, or `path/to/file.py:function` that makes a game."""
+    """`visual_qa`, a registered game, or `path/to/file.py:function` that makes a game or an environment."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of the game itself."""
+    """Of the game or environment itself."""
     format: Literal["no_think", "free_think", "grounding", "worldmodeling", "grounding_worldmodeling"] = "free_think"
     """Form of an answer, see docs/environments.md."""
     answer_tag: Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")] = "answer"
@@ -196,8 +210,14 @@ class EnvironmentConfig(Section):
     _home = at_home("name")
 
     @property
-    def is_game(self) -> bool:
-        return self.name != "visual_qa"
+    def is_judged(self) -> bool:
+        """The section `reward` judges answers, and the policy may call `workflow.tools`."""
+        return self.name == "visual_qa"
+
+    @property
+    def is_own(self) -> bool:
+        """A file of the user's makes it: a game or an environment, which only the file can tell."""
+        return ".py:" in self.name
 
 
 class RewardConfig(Section):
@@ -320,7 +340,7 @@ class Config(Section):
             raise ValueError(
                 "workflow.turn_tokens must be smaller than workflow.context_tokens; lower it, or raise the other"
             )
-        if not self.workflow.overlong_tokens and "overlong_penalty" in _changed(self.workflow):
+        if not self.workflow.overlong_tokens and "overlong_penalty" in self.workflow.changed():
             raise ValueError(
                 "workflow.overlong_penalty has no effect without workflow.overlong_tokens; set that, or leave it out"
             )
@@ -352,22 +372,23 @@ class Config(Section):
     @model_validator(mode="after")
     def _one_world(self) -> Config:
         """Nothing is set that the environment has no use for, and the tasks are of its kind."""
-        name, game = self.environment.name, self.environment.is_game
-        if game:
-            idle = [f"reward.{key}" for key in _changed(self.reward)]
-            idle += [f"workflow.{key}" for key in _changed(self.workflow) if key in ANSWERS]
+        name, judged = self.environment.name, self.environment.is_judged
+        if judged:
+            idle = [f"environment.{key}" for key in self.environment.changed()]
         else:
-            idle = [f"environment.{key}" for key in _changed(self.environment)]
+            idle = [f"reward.{key}" for key in self.reward.changed()]
+            idle += [f"workflow.{key}" for key in self.workflow.changed() if key in ANSWERS]
         if idle:
             raise ValueError(f"environment.name={name} has no use for {', '.join(idle)}; leave that out")
-        for kind, source in (("train", self.data.train), ("eval", self.data.eval)):
-            if source is not None and (source.generator == "episodes") != game:
-                needs, remedy = ("needs", "set it") if game else ("cannot use", "name another generator or a path")
-                raise ValueError(f"environment.name={name} {needs} data.{kind}.generator=episodes; {remedy}")
+        if not self.environment.is_own:
+            self.check_seeds(not judged)
         return self
 
-
-def _changed(section: Section) -> list[str]:
-    """Fields that differ from their defaults."""
-    usual = type(section)()
-    return [key for key, value in section if value != getattr(usual, key)]
+    def check_seeds(self, needed: bool) -> None:
+        """Raises ValueError where tasks are seeds, the generator `episodes`, and must not be, or the reverse."""
+        for kind, source in (("train", self.data.train), ("eval", self.data.eval)):
+            if source is not None and (source.generator == "episodes") != needed:
+                needs, remedy = ("needs", "set it") if needed else ("cannot use", "name another generator or a path")
+                raise ValueError(
+                    f"environment.name={self.environment.name} {needs} data.{kind}.generator=episodes; {remedy}"
+                )

@@ -55,7 +55,7 @@ def largest_episode(
     workflow = config.workflow
     width, height = picture
     image = None if processor is None else processor.describe(Image(np.zeros((height, width, 3), np.uint8)))
-    later = image if workflow.tools or config.environment.is_game else None
+    later = image if workflow.tools or not config.environment.is_judged else None
     seen = image.n_tokens + 2 if image else 0
     sampled = min(sampled or workflow.turn_tokens, workflow.turn_tokens)
     reply, turns = REPLY + (seen if later else 0), min(turns or workflow.max_turns, workflow.max_turns)

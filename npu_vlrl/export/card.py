@@ -140,7 +140,7 @@ def _facts(config: Config, source: Source, step: int, summary: Mapping[str, Any]
     yield "training data", _data(config.data.train)
     yield "evaluation data", _data(evaluation)
     yield "environment", _short(config.environment.name)
-    if not config.environment.is_game:
+    if config.environment.is_judged:
         yield "reward rule", _short(config.reward.rule)
         yield "tools", ", ".join(map(_short, config.workflow.tools)) or "none"
     yield "turns", f"at most {config.workflow.max_turns} of {config.workflow.turn_tokens} tokens"

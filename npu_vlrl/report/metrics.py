@@ -43,6 +43,7 @@ def rollout_metrics(
         "response_tokens": sum(len(turn.action) for turn in turns) / len(trajectories),
         **_lengths_by_turn(trajectories),
         **_mean("sample_tokens", map(len, samples)),
+        **_mean("invalid_turns", (turn.invalid for turn in turns)),
         **_mean("cut_turns", (turn.action.stop_reason is not StopReason.END_OF_TURN for turn in turns)),
         "judge_errors": float(sum(turn.judge_error is not None for turn in turns)),
         **_mean("judge_failed", (turn.judge_error is not None for turn in turns if turn.verdict is not None)),

@@ -80,6 +80,7 @@ class TurnRecord(TypedDict):
     tool_results: NotRequired[list[ResultRecord]]
     feedback: NotRequired[str | None]
     judge_error: NotRequired[str | None]
+    invalid: NotRequired[bool]
 
 
 class TrajectoryRecord(TypedDict):

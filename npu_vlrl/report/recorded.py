@@ -99,6 +99,7 @@ class Recorded:
             feedback=record["feedback"],
             judge_error=record["judge_error"],
             state=record["state"],
+            invalid=record.get("invalid", False),  # earlier releases did not write it
         )
 
     def _segment(self, record: dict[str, Any]) -> Segment:

@@ -22,7 +22,7 @@ from npu_vlrl.report.token_values import TokenValues
 from npu_vlrl.report.verdicts import verdict_record
 from npu_vlrl.sync.disk import FOLDER as WEIGHTS
 from npu_vlrl.types import Image, Segment, Trajectory
-from npu_vlrl.workflow.environments.formats import Format, make_format
+from npu_vlrl.workflow.environments.formats import Format
 
 FREE: Any = {
     "run": True,
@@ -63,8 +63,8 @@ class RunFolder:
         self.path = Path(config.run.dir).absolute()
         self._config = config
         self._cleanup = cleanup
-        self.thought_opened: bool | None = None
-        """Whether the chat template opens a thought, once that is known: records say what the turns of a game say."""
+        self.format: Format | None = None
+        """The form of the turns of a game, once it is known: records say what is in its parts."""
         self.before: Config | None = None
         """The configuration of a run that is resumed, as it was."""
         in_the_way = os.path.exists(self.path) and not os.path.isdir(self.path)
@@ -115,8 +115,6 @@ class RunFolder:
         values: TokenValues | None = None,
     ) -> None:
         """Writes each trajectory with its tokens; pictures go to `images/HASH.png`, once each."""
-        environment = self._config.environment
-        form = make_format(environment, self.thought_opened) if environment.is_game else None
         own: dict[str, dict[str, Sequence[float]]] = {}
         for name, numbers in advantages.items():  # of a whole episode, or of one turn of it
             for episode in {name, name.rpartition("/")[0]}:
@@ -124,7 +122,7 @@ class RunFolder:
         for trajectory in trajectories:
             for image in _images(trajectory):
                 self._save(image)
-            record = trajectory_record(trajectory, own.get(trajectory.id, {}), form, values)
+            record = trajectory_record(trajectory, own.get(trajectory.id, {}), self.format, values)
             self._append("trajectories.jsonl", {"step": step, **record})
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -258,6 +256,7 @@ def _turn_record(
         ],
         "feedback": turn.feedback,
         "judge_error": turn.judge_error,
+        "invalid": turn.invalid,
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from npu_vlrl.rollout.judgements import Judgements, RolloutError
 from npu_vlrl.types import Engine, EpisodeStatus, Task, Trajectory
-from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
+from npu_vlrl.workflow.base import Sampling, Workflow
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Rollout:
 
 async def play(
     tasks: Sequence[Task],
-    workflow: VisionMultiTurnAgenticWorkflow,
+    workflow: Workflow,
     engine: Engine,
     group_size: int,
     sampling: Sampling,
@@ -59,7 +59,7 @@ async def play(
 async def collect(
     next_tasks: Callable[[int], Sequence[Task]],
     n_groups: int,
-    workflow: VisionMultiTurnAgenticWorkflow,
+    workflow: Workflow,
     engine: Engine,
     group_size: int,
     sampling: Sampling,

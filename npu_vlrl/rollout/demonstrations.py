@@ -8,32 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from npu_vlrl.config import EnvironmentConfig
-from npu_vlrl.types import DataError, Generation, SamplingParams, Segment, StopReason, Task
+from npu_vlrl.types import DataError, Generation, SamplingParams, Segment, StopReason
 from npu_vlrl.workflow.environments.formats import THOUGHTS, make_format
 from npu_vlrl.workflow.environments.game import Game, Move
-from npu_vlrl.workflow.thought import CLOSE
-
-CHOICES = ("up", "right", "down", "left")
-LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
-LEFT_OPEN = f"…\n{CLOSE}\n\n"
-"""What the demonstrator thinks where the chat template opens a thought; white space as in Qwen's templates."""
-
-
-def script(task: Task, right_share: float, rng: random.Random, tries: int, opened: bool = False) -> list[str]:
-    """What a demonstrator says in an episode of a generated task: look first, then answers, of which `right_share`
-    are right and the others drawn evenly from the wrong ones. No answer is given twice. `opened`: the chat template
-    opens a thought, which is ended first.
-    """
-    left = list(CHOICES)
-    lines = [LOOK]
-    for _ in range(tries):
-        wrong = [choice for choice in left if choice != task.answer]
-        right = task.answer in left and (rng.random() < right_share or not wrong)
-        answer = task.answer if right else rng.choice(wrong)
-        assert answer is not None
-        left.remove(answer)
-        lines.append(f"<answer>{answer}</answer>")
-    return [LEFT_OPEN + line for line in lines] if opened else lines
 
 
 def played(

@@ -22,7 +22,7 @@ from npu_vlrl.rollout.collect import Rollout, has_failed
 from npu_vlrl.rollout.judgements import Judgements, RolloutError
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.types import EpisodeStatus, Task, Trajectory
-from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
+from npu_vlrl.workflow.base import Sampling, Workflow
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class InTurn:
 class Episodes:
     """How the groups of a stream are played."""
 
-    workflow: VisionMultiTurnAgenticWorkflow
+    workflow: Workflow
     engine: RoundEngine
     group_size: int
     sampling: Sampling

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 OPEN, CLOSE = "<think>", "</think>"
 
+LEFT_OPEN = f"…\n{CLOSE}\n\n"
+"""What a demonstrator thinks where the chat template opens a thought; white space as in Qwen's templates."""
+
 UNFINISHED_FEEDBACK = (
     f"Your turn ended inside your thought, so it has no answer. Think less, end the thought with {CLOSE}, then answer."
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from npu_vlrl.config import WorkflowConfig
@@ -15,7 +15,6 @@ from npu_vlrl.types import (
     EpisodeStatus,
     Generation,
     Message,
-    SamplingParams,
     Segment,
     SegmentKind,
     Step,
@@ -24,28 +23,14 @@ from npu_vlrl.types import (
     Trajectory,
     Turn,
 )
+from npu_vlrl.workflow.base import Sampling
 from npu_vlrl.workflow.render import Conversation, Renderer
 from npu_vlrl.workflow.texts import mended
 from npu_vlrl.workflow.tools.describe import describe_tools
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the turns of a rollout are drawn; each turn has its own seed."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-
-    def for_turn(self, group: str, member: int, turn: int, max_new_tokens: int) -> SamplingParams:
-        key = f"{self.seed}/{group}/{member}/{turn}".encode()
-        seed = int.from_bytes(hashlib.sha256(key).digest()[:7])
-        return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, seed)
-
-
 class VisionMultiTurnAgenticWorkflow:
-    """Runs episodes of up to `max_turns` turns in the environments that `new_environment` makes, one each.
+    """See `base.Workflow`. An episode has up to `max_turns` turns, in an environment of its own.
 
     `schemas` are the functions that the policy is told it may call.
     """
@@ -75,9 +60,22 @@ class VisionMultiTurnAgenticWorkflow:
         finally:
             session.close()
 
-    async def begin(self, task: Task) -> tuple[Environment, Conversation]:
-        """What is there before the first turn. Raises DataError or ValueError for a task that cannot be played."""
+    @asynccontextmanager
+    async def opened(self, task: Task) -> AsyncIterator[tuple[Environment, Conversation]]:
+        """Environment and conversation before the first turn; the environment is closed in any case.
+
+        Raises DataError or ValueError for a task that cannot be played.
+        """
         environment = self.new_environment()
+        try:
+            yield environment, await self._begun(environment, task)
+        except BaseException:
+            with suppress(DataError):  # what came first says more
+                await environment.close()
+            raise
+        await environment.close()
+
+    async def _begun(self, environment: Environment, task: Task) -> Conversation:
         opening = self._opening(await environment.reset(task))
         conversation = self.renderer.open(opening, self._schemas if self._native_tools else None)
         if self._room(conversation) < 1:
@@ -85,31 +83,31 @@ class VisionMultiTurnAgenticWorkflow:
                 f"the prompt has {conversation.n_tokens} tokens and does not fit into workflow.context_tokens="
                 f"{self.config.context_tokens}; raise it, shorten the prompt or lower model.max_pixels"
             )
-        return environment, conversation
+        return conversation
 
     async def _play(
         self, task: Task, session: EngineSession, group: str, member: int, sampling: Sampling, turns: list[Turn]
     ) -> EpisodeStatus:
-        environment, conversation = await self.begin(task)
-        while True:
-            budget = min(self.config.turn_tokens, self._room(conversation))
-            params = sampling.for_turn(group, member, len(turns), budget)
-            generation = await session.generate(conversation.context, params)
-            state = environment.state_key()
-            text = conversation.opened_thought + self._text(generation)
-            step = await environment.step(text, turns)
-            action = self._action(generation, step.reward, budget)
-            turns.append(_turn(conversation, action, text, step, state))  # feedback only once it is told
-            if step.status is not None:
-                return step.status
-            if len(turns) >= self.config.max_turns:
-                return EpisodeStatus.MAX_TURNS
-            new = self.renderer.tool_messages(step.tool_results) if step.tool_results else list(step.messages)
-            following = self.renderer.reply(conversation, turns[-1].action, new)
-            if self._room(following) < 1:
-                return self._why_full(conversation, following)
-            turns[-1] = replace(turns[-1], feedback="\n".join(m.text for m in step.messages) or None)
-            conversation = following
+        async with self.opened(task) as (environment, conversation):
+            while True:
+                budget = min(self.config.turn_tokens, self._room(conversation))
+                params = sampling.for_turn(group, member, len(turns), budget)
+                generation = await session.generate(conversation.context, params)
+                state = environment.state_key()
+                text = conversation.opened_thought + self._text(generation)
+                step = await environment.step(text, turns)
+                action = self._action(generation, step.reward, budget)
+                turns.append(_turn(conversation, action, text, step, state))  # feedback only once it is told
+                if step.status is not None:
+                    return step.status
+                if len(turns) >= self.config.max_turns:
+                    return EpisodeStatus.MAX_TURNS
+                new = self.renderer.tool_messages(step.tool_results) if step.tool_results else list(step.messages)
+                following = self.renderer.reply(conversation, turns[-1].action, new)
+                if self._room(following) < 1:
+                    return self._why_full(conversation, following)
+                turns[-1] = replace(turns[-1], feedback="\n".join(m.text for m in step.messages) or None)
+                conversation = following
 
     def _text(self, generation: Generation) -> str:
         if generation.logprobs is None or None in generation.logprobs:
@@ -187,4 +185,5 @@ def _turn(conversation: Conversation, action: Segment, text: str, step: Step, st
         step.tool_results,
         judge_error=step.judge_error,
         state=state,
+        invalid=step.invalid,
     )

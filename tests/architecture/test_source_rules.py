@@ -16,12 +16,13 @@ import npu_vlrl
 PACKAGE = Path(npu_vlrl.__file__).parent
 
 ROOMS = [
-    *("types", "config", "disk", "hardware", "kernels", "data", "model", "network", "sync", "engines", "workflow"),
+    *("types", "registry", "config", "disk", "hardware", "kernels", "data", "model", "network", "sync", "engines"),
+    *("workflow", "tasks"),
     *("rollout", "learner", "report"),
 ]
 """A room imports itself and earlier ones; everything that is not listed is the top floor and imports all of them."""
 
-ONLY = {"__init__": set(), "types": set(), "config": {"types"}, "disk": set()}
+ONLY = {"__init__": set(), "types": set(), "registry": set(), "config": {"types", "registry"}, "disk": set()}
 
 VENDOR_ROOMS = ("hardware", "kernels")
 VENDOR = re.compile(r"(cuda|npu|nccl|hccl|torch_npu|torch\.cuda|torch\.npu)([:,.].*)?", re.IGNORECASE | re.DOTALL)
@@ -39,7 +40,7 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_KEYWORDS = {"trust_remote_code", "allow_pickle"}
 
 MAX_LINES = 400
-LONGER = {"types.py": 530}
+LONGER = {"types.py": 560}
 """The vocabulary of the whole system stays in one file."""
 
 Rule = Callable[[Path], Iterator[str]]

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from npu_vlrl.commands.data import BENCHMARKS as NAMES
-from npu_vlrl.data.benchmarks import BENCHMARKS, convert
 from npu_vlrl.data.records import load_tasks
+from npu_vlrl.tasks.benchmark.command import BENCHMARKS as NAMES
+from npu_vlrl.tasks.benchmark.convert import BENCHMARKS, convert
+from npu_vlrl.tasks.benchmark.reward import _RULES
 from npu_vlrl.types import DataError, Task
-from npu_vlrl.workflow.rewards.benchmark import _RULES
 from tests.support.program import png, program
 
 MATHVISTA = {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from npu_vlrl.data.processor import ImageProcessor
-from npu_vlrl.data.synthetic import load_photos
+from npu_vlrl.tasks.photo import load_photos
 from npu_vlrl.types import Image, ImageInput
 
 torch.set_num_threads(1)

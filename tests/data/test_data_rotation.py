@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_vlrl.data.records import load_tasks
-from npu_vlrl.data.rotation import CONTINUOUS, Report, convert, turned
-from npu_vlrl.data.synthetic import load_photos
+from npu_vlrl.tasks.photo import load_photos
+from npu_vlrl.tasks.rotation.data import CONTINUOUS, Report, convert, turned
 from npu_vlrl.types import DataError, Image, Message, Task, ToolCall
 from npu_vlrl.workflow.rewards import make_judge
 from npu_vlrl.workflow.tools import Toolbox, ToolContext

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_vlrl.data.source import TaskSource, surely_above, too_many
-from npu_vlrl.data.synthetic import arrow_task
+from npu_vlrl.tasks.arrow import arrow_task
 from npu_vlrl.types import DataError
 from npu_vlrl.workflow.rewards import make_judge
 

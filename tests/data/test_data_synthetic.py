@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_vlrl.data.source import TaskSource
-from npu_vlrl.data.synthetic import DIRECTIONS, PHOTOS, arrow_task, episode_task, load_photos, photo_task
+from npu_vlrl.tasks.arrow import arrow_task
+from npu_vlrl.tasks.episodes import episode_task
+from npu_vlrl.tasks.photo import PHOTOS, load_photos, photo_task
+from npu_vlrl.tasks.turned import DIRECTIONS
 from npu_vlrl.types import Image
 
 

@@ -19,7 +19,7 @@ import yaml
 from npu_vlrl.cli import _parse
 from npu_vlrl.commands.options import load
 from npu_vlrl.config import Config, load_config
-from npu_vlrl.workflow.environments import game_environments
+from npu_vlrl.workflow.environments import environments
 from tests.docs.markdown import DOCUMENTS, ROOT, Block, all_blocks, blocks, commands
 from tests.support.program import program
 
@@ -160,7 +160,7 @@ def test_fragments_are_configurations(block: Block) -> None:
     source = {"generator": "arrow" if game == "visual_qa" else "episodes"}
     config = Config.model_validate({"model": {"path": "tiny:qwen2_5_vl"}, "data": {"train": source}} | given)
     if game in ("sokoban", "frozenlake"):
-        game_environments(config.environment)()
+        environments(config.environment)
 
 
 @pytest.fixture(scope="session")

@@ -25,8 +25,8 @@ from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.network.world import PeerError, World, join
 from npu_vlrl.rollout.collect import play
 from npu_vlrl.types import Trajectory
+from npu_vlrl.workflow.base import Sampling
 from npu_vlrl.workflow.export import export
-from npu_vlrl.workflow.vision_multiturn import Sampling
 from tests.support.episodes import Reply, Stage, picture, task
 from tests.support.models import load
 from tests.support.rounds import params, prompt

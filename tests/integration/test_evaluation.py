@@ -16,9 +16,9 @@ import torch
 
 from npu_vlrl import evaluation
 from npu_vlrl.config import ConfigError
-from npu_vlrl.data.benchmarks import convert
 from npu_vlrl.evaluate import evaluate_only
 from npu_vlrl.evaluation import Evaluation
+from npu_vlrl.tasks.benchmark.convert import convert
 from npu_vlrl.train import train
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from tests.support.program import parquet, png, row

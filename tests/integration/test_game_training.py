@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from npu_vlrl.config import Config, ConfigError, load_config
-from npu_vlrl.data.synthetic import episode_task
+from npu_vlrl.tasks.episodes import episode_task
 from npu_vlrl.train import train
 from npu_vlrl.types import DataError
 from tests.support import corridor

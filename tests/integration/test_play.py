@@ -17,10 +17,11 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from npu_vlrl.data.synthetic import episode_task, load_photos, photo_task
 from npu_vlrl.play import half_blocks
+from npu_vlrl.tasks import frozenlake
+from npu_vlrl.tasks.episodes import episode_task
+from npu_vlrl.tasks.photo import load_photos, photo_task
 from npu_vlrl.types import Image
-from npu_vlrl.workflow.environments import frozenlake
 from tests.support.program import Outcome, config_file, parquet, program, row
 from tests.support.ranks import PATIENCE_S
 

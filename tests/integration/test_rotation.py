@@ -13,8 +13,8 @@ from PIL import Image as Pillow
 
 from npu_vlrl.config import load_config
 from npu_vlrl.data.records import load_tasks
-from npu_vlrl.data.rotation import turned
-from npu_vlrl.data.synthetic import load_photos
+from npu_vlrl.tasks.photo import load_photos
+from npu_vlrl.tasks.rotation.data import turned
 from npu_vlrl.types import EpisodeStatus, Step
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.rewards import make_judge

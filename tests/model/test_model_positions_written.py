@@ -38,12 +38,12 @@ def test_from_the_kind_of_model_to_the_stored_pixels(
         parts = build(config, tmp_path / "run", cleanup)
         processor = parts.loaded.processor
         assert processor is not None and processor.position_scale == scale
-        told = json.dumps(parts.workflow._schemas)
+        told = json.dumps(parts.episodes.schemas)
         assert ("from 0 to 1000 over" in told) == (scale is not None)
         assert ("in pixels of the image as you see it" in told) == (scale is None)
         _, rows, columns = processor.describe(task.images[0]).grid
         right, bottom = (1000, 1000) if scale else (columns * processor.patch_size, rows * processor.patch_size)
-        environment = parts.workflow.new_environment()
+        environment = parts.episodes.new_environment()
         assert isinstance(environment, VisualQA)
         cut = asyncio.run(crop(environment, [right // 2, 0, right, bottom // 2]))
     assert cut == Image(pixels[:50, 100:].copy())

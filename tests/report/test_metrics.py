@@ -64,6 +64,7 @@ def test_by_hand() -> None:
         "action_tokens/turn2": (n(LOOK) + n("up") + n("a") - 1 + n("a")) / 4,
         "action_tokens/turn3": (n("up") + n("a") + n("a")) / 3,  # one episode was over before
         "sample_tokens": sum(map(len, samples)) / 4,
+        "invalid_turns": 0.0,
         "cut_turns": 2 / 11,
         "judge_errors": 1.0,
         "judge_failed": 1 / 9,  # of the answers; two turns only looked

@@ -26,7 +26,7 @@ from npu_vlrl.types import (
     Turn,
     Verdict,
 )
-from npu_vlrl.workflow.vision_multiturn import Sampling
+from npu_vlrl.workflow.base import Sampling
 
 SPECIAL = SpecialTokens((1,))
 PROMPT = Segment(SegmentKind.PROMPT, (5,), SPECIAL)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from npu_vlrl.config import EnvironmentConfig
-from npu_vlrl.rollout.demonstrations import CHOICES, LOOK, ScriptedSession, played, script
+from npu_vlrl.rollout.demonstrations import ScriptedSession, played
+from npu_vlrl.tasks.turned import DIRECTIONS, LOOK, script
 from npu_vlrl.types import DataError, SamplingParams, StopReason, Task
 from npu_vlrl.workflow.environments.formats import THOUGHTS, make_format
 from npu_vlrl.workflow.environments.game import GameEnvironment
@@ -28,7 +29,7 @@ def test_a_script_looks_first_and_gives_no_answer_twice() -> None:
     for seed in range(40):
         look, *answers = script(TASK, 0.3, random.Random(seed), tries=4)
         assert [call.name for call in parse_tool_calls(look).calls] == ["look"]
-        assert sorted(answers) == sorted(f"<answer>{choice}</answer>" for choice in CHOICES)
+        assert sorted(answers) == sorted(f"<answer>{choice}</answer>" for choice in DIRECTIONS)
 
 
 def test_a_script_knows_the_answer_as_often_as_asked() -> None:

@@ -19,7 +19,8 @@ from npu_vlrl.rollout.judgements import RolloutError
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import RETRIES, Episodes, Stream, interrupted_share
 from npu_vlrl.types import Generation, StopReason, Trajectory
-from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
+from npu_vlrl.workflow.base import Sampling
+from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
 from tests.support.episodes import Reply, Stage, task
 from tests.support.models import loaded, tiny_folder
 

@@ -30,10 +30,11 @@ from npu_vlrl.types import (
     Turn,
     Verdict,
 )
+from npu_vlrl.workflow.base import Sampling
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.tools import Toolbox
-from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
+from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
 from tests.support.models import VISION_KINDS
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from npu_vlrl.cli import main
-from npu_vlrl.data.geo3k import SCHEMA
+from npu_vlrl.tasks.geo3k.data import SCHEMA
 
 SMALL = (
     "train.steps=1",

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from npu_vlrl.config import EnvironmentConfig
+from npu_vlrl.registry import GAMES
 from npu_vlrl.types import EpisodeStatus, Task
-from npu_vlrl.workflow.environments import GAMES, game_environments
+from npu_vlrl.workflow.environments import environments
 from tests.support import corridor
 from tests.support.corridor import Corridor
 
@@ -19,7 +20,7 @@ CORRIDOR = f"{corridor.__file__}:game"
 
 
 def make(**config: Any) -> Any:
-    return game_environments(EnvironmentConfig(**{"name": CORRIDOR, **config}))
+    return environments(EnvironmentConfig(**{"name": CORRIDOR, **config})).new
 
 
 def refusal(**config: Any) -> str:

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_vlrl.config import EnvironmentConfig
+from npu_vlrl.tasks import frozenlake
+from npu_vlrl.tasks.frozenlake import FrozenLake, checked, game, generate, shortest_way
 from npu_vlrl.types import DataError, EpisodeStatus, Task
-from npu_vlrl.workflow.environments import frozenlake, game_environments
-from npu_vlrl.workflow.environments.frozenlake import FrozenLake, checked, game, generate, shortest_way
+from npu_vlrl.workflow.environments import environments
 
 PUBLISHED = ["SFFF", "FHFH", "FFFH", "HFFG"]
 """gymnasium's map 4x4."""
@@ -226,7 +227,7 @@ def test_an_episode_through_the_registry_is_lost_in_a_hole_and_won_at_the_flag()
     config = EnvironmentConfig(name="frozenlake", options={"map": PUBLISHED}, format="no_think", max_actions=6)
 
     def step(answer: str) -> tuple[EpisodeStatus | None, float]:
-        environment = game_environments(config)()
+        environment = environments(config).new()
         asyncio.run(environment.reset(Task("t", (), None, "frozenlake", {"seed": 1})))
         done = asyncio.run(environment.step(f"<answer>{answer}</answer>", ()))
         return done.status, done.reward

@@ -17,7 +17,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.types import DataError, EpisodeStatus, Task
-from npu_vlrl.workflow.environments import game_environments, gym
+from npu_vlrl.workflow.environments import environments, gym
 from npu_vlrl.workflow.environments.gym import Gym, game
 
 LEFT, RIGHT = 10, 11
@@ -205,7 +205,7 @@ def test_a_module_registers_its_environment(tmp_path: Path, monkeypatch: pytest.
     )
     monkeypatch.syspath_prepend(tmp_path)
     options = {"id": "my_corridor:Dark-v0", "actions": {"Wait": 0}}
-    environment = game_environments(EnvironmentConfig(name="gymnasium", options=options, format="no_think"))()
+    environment = environments(EnvironmentConfig(name="gymnasium", options=options, format="no_think")).new()
     (message,) = asyncio.run(environment.reset(Task("t", (), None, "gymnasium", {"seed": 3})))
     assert message.images[0].size == (3, 2) and "You play my_corridor:Dark-v0." in message.text
     step = asyncio.run(environment.step("<answer>wait</answer>", ()))

@@ -14,7 +14,7 @@ import pytest
 
 from npu_vlrl.config import EnvironmentConfig, WorkflowConfig
 from npu_vlrl.types import DataError, EpisodeStatus, Image, Task
-from npu_vlrl.workflow.environments import GameEnvironment, game_environments
+from npu_vlrl.workflow.environments import GameEnvironment, environments
 from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
 from tests.support.scripted import play, tiny_renderer
 
@@ -59,14 +59,14 @@ def game(fault: int = 0):
 TASK = Task("mine/1", (), None, "mine", {"seed": 3})
 
 
-def environments(folder: Path, method: str, function: str = "pass") -> Any:
+def own_game(folder: Path, method: str, function: str = "pass") -> Any:
     folder.mkdir(exist_ok=True)
     file = folder / "mine.py"
     file.write_text(GAME % ("\n".join(f"    {line}" for line in method.splitlines()), f"    {function}"))
     picture = io.BytesIO()
     PIL.Image.effect_noise((40, 40), 90).save(picture, "PNG")
     (folder / "mine.py.png").write_bytes(picture.getvalue()[:-600])
-    return game_environments(EnvironmentConfig(name=f"{file}:game", format="no_think"))
+    return environments(EnvironmentConfig(name=f"{file}:game", format="no_think")).new
 
 
 REFUSED = {
@@ -97,16 +97,16 @@ REFUSED = {
 def test_what_a_game_cannot_do_is_told_before_a_model_is_loaded(tmp_path: Path, name: str) -> None:
     method, message = REFUSED[name]
     with pytest.raises(DataError, match=rf"mine\.py:game: {message}"):
-        environments(tmp_path, method)
+        own_game(tmp_path, method)
 
 
 def test_the_function_of_the_file_is_told_too(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"mine\.py:game: raised ZeroDivisionError: division by zero \(line 36\); correct"
     ):
-        environments(tmp_path, "pass", "1 / 0")
+        own_game(tmp_path, "pass", "1 / 0")
     with pytest.raises(ValueError, match="^fault is 0$"):  # a value that it refuses is its own message
-        environments(tmp_path / "other", "pass", "raise ValueError('fault is 0')")
+        own_game(tmp_path / "other", "pass", "raise ValueError('fault is 0')")
 
 
 @pytest.mark.parametrize("kind", ["object()", "Nowhere", "np.ndarray"])
@@ -115,7 +115,7 @@ def test_types_of_options_that_cannot_be_checked_are_told(tmp_path: Path, kind: 
     with pytest.raises(
         ValueError, match=r"mine\.py:game: the types of its options cannot be checked \(.*; use int, flo"
     ):
-        game_environments(EnvironmentConfig(name=f"{tmp_path / 'mine.py'}:game"))
+        environments(EnvironmentConfig(name=f"{tmp_path / 'mine.py'}:game"))
 
 
 FAILED = {
@@ -143,7 +143,7 @@ FAILED = {
 @pytest.mark.parametrize("name", FAILED)
 def test_what_a_game_does_wrong_later_fails_the_episode(tmp_path: Path, name: str) -> None:
     method, message = FAILED[name]
-    new = environments(tmp_path, method)
+    new = own_game(tmp_path, method)
     workflow = VisionMultiTurnAgenticWorkflow(WorkflowConfig(context_tokens=2000), tiny_renderer(), new)
     episode = play(workflow, ["<answer>Left</answer>"] * 2, TASK)
     assert episode.status is EpisodeStatus.FAILED
@@ -153,7 +153,7 @@ def test_what_a_game_does_wrong_later_fails_the_episode(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("given", ["Image(RGB)", "RGB", "PIL.Image.fromarray(RGB)"])
 def test_pictures_of_any_kind_are_shown(tmp_path: Path, given: str) -> None:
-    env = environments(tmp_path, f"def picture(self): return {given}")()
+    env = own_game(tmp_path, f"def picture(self): return {given}")()
     (message,) = asyncio.run(env.reset(TASK))
     assert message.images == (Image(np.zeros((28, 56, 3), np.uint8)),)
 
@@ -162,7 +162,7 @@ def test_numbers_of_numpy_can_be_recorded(tmp_path: Path) -> None:
     act = (
         "def act(self, action): return Move({'step': np.float32(-0.5), 'n': np.int64(2)}, np.bool_(True), np.bool_(0))"
     )
-    env = environments(tmp_path, act)()
+    env = own_game(tmp_path, act)()
     assert isinstance(env, GameEnvironment)
     asyncio.run(env.reset(TASK))
     step = asyncio.run(env.step("<answer>left</answer>", ()))

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from math_verify import LatexExtractionConfig, parse
 
+from npu_vlrl.tasks.geo3k import reward as geometry3k
 from npu_vlrl.types import DataError, JudgeError, Verdict
-from npu_vlrl.workflow.rewards import geometry3k, lowest_reward, make_judge, math_verify, python, tagged
+from npu_vlrl.workflow.rewards import lowest_reward, make_judge, math_verify, python, tagged
 from npu_vlrl.workflow.rewards.forms import Asked
 from npu_vlrl.workflow.rewards.math_verify import last_box
 from npu_vlrl.workflow.thought import split_thought

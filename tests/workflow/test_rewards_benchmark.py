@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npu_vlrl.tasks.benchmark import reward as benchmark
+from npu_vlrl.tasks.benchmark.reward import _distance, score
 from npu_vlrl.types import DataError, Message, Task, Verdict
-from npu_vlrl.workflow.rewards import benchmark, make_judge
-from npu_vlrl.workflow.rewards.benchmark import _distance, score
+from npu_vlrl.workflow.rewards import make_judge
 from npu_vlrl.workflow.rewards.extract import boxed, first_letter, letter, number, yes_or_no
 
 

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_vlrl.tasks.rotation import broad as rotation_broad
+from npu_vlrl.tasks.rotation import strict as rotation_strict
+from npu_vlrl.tasks.rotation.angle import NO_ANGLE_FEEDBACK, apart, read_angle
 from npu_vlrl.types import DataError, Verdict
-from npu_vlrl.workflow.rewards import InlineJudge, make_judge, rotation_broad, rotation_strict
-from npu_vlrl.workflow.rewards.angle import NO_ANGLE_FEEDBACK, apart, read_angle
+from npu_vlrl.workflow.rewards import InlineJudge, make_judge
 
 
 def said(angle: object) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from npu_vlrl.registry import RULES
 from npu_vlrl.report.verdicts import disagrees
 from npu_vlrl.types import DataError, JudgeError, Message, Task, Verdict
-from npu_vlrl.workflow.rewards import RULES, JudgePool, WeightedJudge, make_judge
+from npu_vlrl.workflow.rewards import JudgePool, WeightedJudge, make_judge
 
 FILE = """
 import time

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-import npu_vlrl.workflow.environments.sokoban as sokoban
+import npu_vlrl.tasks.sokoban as sokoban
 from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.tasks.sokoban.draw import draw
+from npu_vlrl.tasks.sokoban.generate import generate
+from npu_vlrl.tasks.sokoban.levels import SHIPPED, level_text, parse_level, read_levels
+from npu_vlrl.tasks.sokoban.rules import ACTIONS, Room, State
 from npu_vlrl.types import EpisodeStatus, Task
-from npu_vlrl.workflow.environments import game_environments
+from npu_vlrl.workflow.environments import environments
 from npu_vlrl.workflow.environments.game import Game
-from npu_vlrl.workflow.environments.sokoban.draw import draw
-from npu_vlrl.workflow.environments.sokoban.generate import generate
-from npu_vlrl.workflow.environments.sokoban.levels import SHIPPED, level_text, parse_level, read_levels
-from npu_vlrl.workflow.environments.sokoban.rules import ACTIONS, Room, State
 
 SPRITES = Path(sokoban.__file__).parent / "assets" / "sprites"
 DELTAS = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
@@ -263,9 +263,9 @@ def test_what_is_shipped_says_where_it_comes_from(name: str) -> None:
 
 def test_the_assets_are_read_when_used() -> None:
     code = (
-        "import npu_vlrl.workflow.environments.sokoban as sokoban\n"
-        "from npu_vlrl.workflow.environments.sokoban.draw import _sprites\n"
-        "from npu_vlrl.workflow.environments.sokoban.levels import read_levels\n"
+        "import npu_vlrl.tasks.sokoban as sokoban\n"
+        "from npu_vlrl.tasks.sokoban.draw import _sprites\n"
+        "from npu_vlrl.tasks.sokoban.levels import read_levels\n"
         "assert _sprites.cache_info().currsize == read_levels.cache_info().currsize == 0\n"
         "game = sokoban.game(levels='hard_003')\n"
         "game.start(0)\n"
@@ -292,7 +292,7 @@ def test_a_cell_is_one_token(size: int) -> None:
 def test_an_episode_of_a_configured_game(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("; one\n######\n#@$ .#\n#    #\n######\n")
     config = EnvironmentConfig(name="sokoban", options={"levels": str(tmp_path / "own.txt"), "tile": 8})
-    environment = game_environments(config)()
+    environment = environments(config).new()
     (opening,) = asyncio.run(environment.reset(Task("sokoban/0", (), None, "sokoban", {"seed": 3})))
     assert opening.text.startswith(sokoban.RULES) and opening.images[0].size == (48, 32)
     first = asyncio.run(environment.step("<think>hm</think><answer>Down, Up, Left</answer>", ()))

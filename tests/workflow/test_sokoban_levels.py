@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import npu_vlrl.workflow.environments.sokoban as sokoban
+import npu_vlrl.tasks.sokoban as sokoban
+from npu_vlrl.tasks.sokoban.generate import generate
+from npu_vlrl.tasks.sokoban.levels import SHIPPED, level_text, parse_level, read_levels
 from npu_vlrl.types import DataError
-from npu_vlrl.workflow.environments.sokoban.generate import generate
-from npu_vlrl.workflow.environments.sokoban.levels import SHIPPED, level_text, parse_level, read_levels
 
 LEVELS = Path(sokoban.__file__).parent / "assets" / "levels"
 

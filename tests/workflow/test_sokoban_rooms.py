@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_vlrl.tasks.sokoban.generate import generate
+from npu_vlrl.tasks.sokoban.levels import level_text, parse_level, read_levels
+from npu_vlrl.tasks.sokoban.rules import ACTIONS, Room, State
+from npu_vlrl.tasks.sokoban.solve import push_distances, solve
 from npu_vlrl.types import DataError
-from npu_vlrl.workflow.environments.sokoban.generate import generate
-from npu_vlrl.workflow.environments.sokoban.levels import level_text, parse_level, read_levels
-from npu_vlrl.workflow.environments.sokoban.rules import ACTIONS, Room, State
-from npu_vlrl.workflow.environments.sokoban.solve import push_distances, solve
 
 
 def shortest(state: State, most: int = 10**9) -> int | None:

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from npu_vlrl.config import ConfigError, EnvironmentConfig
-from npu_vlrl.rollout.demonstrations import played, script
+from npu_vlrl.rollout.demonstrations import played
+from npu_vlrl.tasks.geo3k import reward as geometry3k
+from npu_vlrl.tasks.turned import script
 from npu_vlrl.types import EpisodeStatus, Image, SegmentKind, StopReason, Task, Trajectory, Verdict
 from npu_vlrl.warm_start import demonstrated_samples
 from npu_vlrl.workflow.environments import GameEnvironment
 from npu_vlrl.workflow.export import export
 from npu_vlrl.workflow.render import Renderer
-from npu_vlrl.workflow.rewards import InlineJudge, geometry3k, tagged
+from npu_vlrl.workflow.rewards import InlineJudge, tagged
 from npu_vlrl.workflow.thought import UNFINISHED_FEEDBACK
 from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
 from tests.support.corridor import Corridor

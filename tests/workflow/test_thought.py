@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_vlrl.tasks.benchmark import reward as benchmark
+from npu_vlrl.tasks.geo3k import reward as geometry3k
+from npu_vlrl.tasks.rotation import broad as rotation_broad
+from npu_vlrl.tasks.rotation import strict as rotation_strict
 from npu_vlrl.types import ToolCall, Verdict
-from npu_vlrl.workflow.rewards import benchmark, geometry3k, math_verify, rotation_broad, rotation_strict, tagged
+from npu_vlrl.workflow.rewards import math_verify, tagged
 from npu_vlrl.workflow.thought import SplitTurn, opened_thought, split_thought
 from npu_vlrl.workflow.tools import parse_tool_calls
 

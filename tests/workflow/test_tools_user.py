@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from npu_vlrl.types import EpisodeStatus, Image, Message, Task, ToolCall, ToolResult, Verdict
+from npu_vlrl.workflow.base import Sampling
 from npu_vlrl.workflow.tools import TOOLS, Frame, Toolbox, ToolContext
 from npu_vlrl.workflow.tools.context import MAX_PIXELS
 from npu_vlrl.workflow.tools.user import UserTool
 from npu_vlrl.workflow.tools.worker import pack, unpack
-from npu_vlrl.workflow.vision_multiturn import Sampling
 from npu_vlrl.workflow.workers.serve import serve
 from npu_vlrl.workflow.workers.wire import receive, send
 from tests.support.scripted import Script, Verdicts, a_task, picture, workflow

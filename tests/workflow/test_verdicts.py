@@ -10,9 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from npu_vlrl.tasks.benchmark import reward as benchmark
+from npu_vlrl.tasks.geo3k import reward as geometry3k
+from npu_vlrl.tasks.rotation.angle import read_angle
 from npu_vlrl.types import DataError
-from npu_vlrl.workflow.rewards import benchmark, geometry3k, math_verify, tagged
-from npu_vlrl.workflow.rewards.angle import read_angle
+from npu_vlrl.workflow.rewards import math_verify, tagged
 from npu_vlrl.workflow.rewards.answers import Number, Option, read, same_plain
 from npu_vlrl.workflow.rewards.answers.reading import LONGEST
 from npu_vlrl.workflow.rewards.extract import letter

@@ -23,8 +23,8 @@ from npu_vlrl.types import (
     Task,
     Verdict,
 )
+from npu_vlrl.workflow.base import Sampling
 from npu_vlrl.workflow.rewards import InlineJudge, JudgePool, make_judge
-from npu_vlrl.workflow.vision_multiturn import Sampling
 from tests.support.scripted import (
     END,
     IMAGE,

@@ -16,7 +16,7 @@ from npu_vlrl.report.plots.curves import color_of
 from npu_vlrl.report.plots.runs import Group
 from npu_vlrl.report.plots.style import BELOW, COLUMN, GREY
 from npu_vlrl.report.record_schema import read_record
-from npu_vlrl.workflow.rewards.angle import read_angle
+from npu_vlrl.tasks.rotation.angle import read_angle
 from npu_vlrl.workflow.rewards.tagged import last_tag
 
 DATA_SOURCE = "rotation"

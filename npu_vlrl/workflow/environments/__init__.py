@@ -1,51 +1,89 @@
-"""Worlds that an episode can take place in, by name.
+"""Environments of episodes, by name.
 
-A game is a module with `game(**options) -> Game`, whose typed keywords are its options, or such a function in a file of
-the user's own. `visual_qa` is no game: it is made of a judge and tools.
+A game is a module with `game(**options) -> Game`, whose typed keywords are its options. A function of the user's own
+file makes a `Game`, or any `types.Environment`. `visual_qa` stands apart: it is made of a judge and tools.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from pydantic import PydanticUserError, ValidationError, validate_call
 
 from npu_vlrl.config import EnvironmentConfig
-from npu_vlrl.workflow.environments.game import Game, GameEnvironment
-from npu_vlrl.workflow.environments.own import OwnGame
+from npu_vlrl.registry import GAMES, load
+from npu_vlrl.types import Environment
+from npu_vlrl.workflow.environments.formats import Format, make_format
+from npu_vlrl.workflow.environments.game import GameEnvironment
+from npu_vlrl.workflow.environments.own import OwnEnvironment, OwnGame, made
 from npu_vlrl.workflow.names import check_names
 from npu_vlrl.workflow.workers import is_spec, load_function
 
-__all__ = ["GAMES", "GameEnvironment", "game_environments"]
-
-GAMES = {
-    "sokoban": "npu_vlrl.workflow.environments.sokoban",
-    "frozenlake": "npu_vlrl.workflow.environments.frozenlake",
-    "gymnasium": "npu_vlrl.workflow.environments.gym",
-}
+__all__ = ["Environments", "GameEnvironment", "environments"]
 
 
-class NewGameEnvironment(Protocol):
-    """Makes an environment for one episode; `opened`: see `formats.Format`."""
-
-    def __call__(self, opened: bool | None = None) -> GameEnvironment: ...
+class NewEnvironment(Protocol):
+    def __call__(self, opened: bool | None = None) -> Environment: ...
 
 
-def game_environments(config: EnvironmentConfig) -> NewGameEnvironment:
-    """Makes environments of a game of `GAMES`, or of the user's `path/to/file.py:function`, one for each episode.
+@dataclass(frozen=True)
+class Environments:
+    """Makes the environments of a run, one for each episode.
 
-    Raises ValueError for an unknown name or option, a value of the wrong type or one that the game refuses, a file
-    without that function, and a format or separator that cannot work; DataError for a game of the user's own that
-    raises or gives what cannot be used. It is tried once.
+    `opened` says whether the chat template opens a thought, see `formats.Format`.
     """
+
+    new: NewEnvironment
+    is_game: bool
+    """Made of a `Game`: tasks are seeds, and solutions can be shown."""
+    names_states: bool
+    """`state_key` tells states apart."""
+    format: Callable[[bool | None], Format | None] = lambda _: None
+    """The form in which a turn names its actions; None where any text is one."""
+
+
+def environments(config: EnvironmentConfig) -> Environments:
+    """Environments of a game of `GAMES`, or of what the user's `path/to/file.py:function` makes.
+
+    Raises ValueError for an unknown name or option, a value of the wrong type or one that is refused, a setting that
+    an environment has no use for, a file without that function, and a format or separator that cannot work; DataError
+    for an object of the user's own that raises or gives what cannot be used. A game is tried once.
+    """
+    make = _maker(config)
+    try:
+        first = make()  # bad values are refused before training, not at the first episode
+        if isinstance(first, OwnEnvironment):
+            if idle := sorted(set(config.changed()) - {"name", "options"}):
+                raise ValueError(
+                    f"{config.name} is an environment, which reads any text, and has no use for {', '.join(idle)}; "
+                    "leave that out"
+                )
+            return Environments(lambda opened=None: make(), is_game=False, names_states=first.names_states)
+        GameEnvironment(first, config)
+        if isinstance(first, OwnGame):
+            first.try_once()
+    except ValidationError as error:
+        problems = (f"options.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ValueError("; ".join(problems)) from None
+    return Environments(
+        lambda opened=None: GameEnvironment(make(), config, opened),
+        is_game=True,
+        names_states=True,
+        format=lambda opened: make_format(config, opened),
+    )
+
+
+def _maker(config: EnvironmentConfig) -> Callable[[], Any]:
+    """Makes a game, or an environment of the user's own; the user's objects are guarded."""
     own = is_spec(config.name)
     if own:
         function = load_function(config.name)
     else:
         check_names("environment", [config.name], ["visual_qa", *GAMES])
-        function = importlib.import_module(GAMES[config.name]).game
+        function = load(GAMES, config.name).game
     check_names(f"option of {config.name!r}:", config.options, inspect.signature(function).parameters)
     try:
         checked = validate_call(function)
@@ -55,16 +93,6 @@ def game_environments(config: EnvironmentConfig) -> NewGameEnvironment:
             f"{config.name}: the types of its options cannot be checked ({problem}); use int, float, str, bool, "
             "and lists and dicts of them"
         ) from error
-
-    def make(opened: bool | None = None) -> GameEnvironment:
-        game: Game = OwnGame(config.name, lambda: checked(**config.options)) if own else checked(**config.options)
-        return GameEnvironment(game, config, opened)
-
-    try:
-        first = make().game  # a game refuses a bad value before training, not at the first episode
-        if isinstance(first, OwnGame):
-            first.try_once()
-    except ValidationError as error:
-        problems = (f"options.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ValueError("; ".join(problems)) from None
-    return make
+    if own:
+        return lambda: made(config.name, lambda: checked(**config.options))
+    return lambda: checked(**config.options)

@@ -9,7 +9,18 @@ from itertools import takewhile
 from typing import Protocol
 
 from npu_vlrl.config import EnvironmentConfig
-from npu_vlrl.types import MAX_REWARD, DataError, EpisodeStatus, Image, Message, Step, Task, Turn, Verdict
+from npu_vlrl.types import (
+    MAX_REWARD,
+    DataError,
+    Environment,
+    EpisodeStatus,
+    Image,
+    Message,
+    Step,
+    Task,
+    Turn,
+    Verdict,
+)
 from npu_vlrl.workflow.environments.formats import Parsed, make_format
 from npu_vlrl.workflow.thought import UNFINISHED_FEEDBACK
 
@@ -23,10 +34,12 @@ class Move:
     solved: bool = False
     over: bool = False
     """Nothing more can be done; a solved game is over too."""
+    truncated: bool = False
+    """The time is up: nothing more may be done."""
 
     @property
     def last(self) -> bool:
-        return self.over or self.solved
+        return self.over or self.solved or self.truncated
 
 
 class Game(Protocol):
@@ -59,7 +72,7 @@ class Game(Protocol):
         ...
 
 
-class GameEnvironment:
+class GameEnvironment(Environment):
     """See `types.Environment`. Each turn takes up to `max_actions` actions out of the answer, until the game is over.
 
     A turn earns what its actions earn, and `format_reward` when its text is right in form and names only actions of the
@@ -113,7 +126,7 @@ class GameEnvironment:
         verdict = Verdict(reward, moves[-1].solved, terms=dict(terms))
         told = self._told(parsed, names, known, done)
         message = Message("user", (told, self.game.picture()))
-        return Step(verdict.reward, (message,), _status(moves[-1]), verdict)
+        return Step(verdict.reward, (message,), _status(moves[-1]), verdict, invalid=not all_known)
 
     def state_key(self) -> str:
         return self.game.state_key()
@@ -144,4 +157,6 @@ class GameEnvironment:
 def _status(move: Move) -> EpisodeStatus | None:
     if move.solved:
         return EpisodeStatus.SOLVED
-    return EpisodeStatus.LOST if move.over else None
+    if move.over:
+        return EpisodeStatus.LOST
+    return EpisodeStatus.TRUNCATED if move.truncated else None

@@ -60,7 +60,8 @@ class Gym:
             raise DataError(f"gymnasium environment {self._name}: the reward of {action} is {reward:g}, which is {why}")
         self._earned += reward
         self._over = bool(terminated or truncated)
-        return Move({"reward": reward}, bool(terminated) and self._earned >= self._solved_reward, self._over)
+        solved = bool(terminated) and self._earned >= self._solved_reward
+        return Move({"reward": reward}, solved, over=bool(terminated), truncated=bool(truncated))
 
     def picture(self) -> Image:
         if self._picture is None:

@@ -1,41 +1,74 @@
-"""A game of the user's own: whatever it raises, or returns that cannot be used, becomes a DataError that names it."""
+"""Guards around a game or an environment of the user's own.
+
+Whatever it raises, or returns that cannot be used, becomes a DataError that names file, method and remedy, so that it
+fails an episode and not the run. Both run in this process: one that hangs does so to the whole training.
+"""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-import traceback
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from npu_vlrl.data.images import to_image
-from npu_vlrl.types import MAX_REWARD, DataError, Image
+from npu_vlrl.types import (
+    MAX_REWARD,
+    DataError,
+    Environment,
+    EpisodeStatus,
+    Image,
+    Message,
+    Step,
+    Task,
+    ToolCall,
+    ToolResult,
+    Turn,
+    Verdict,
+)
 from npu_vlrl.workflow.environments.game import Move
-from npu_vlrl.workflow.texts import described, flaw, shown
+from npu_vlrl.workflow.texts import shown, told
+from npu_vlrl.workflow.user_code import UserCode
+
+ENDS = (EpisodeStatus.SOLVED, EpisodeStatus.LOST, EpisodeStatus.TRUNCATED, EpisodeStatus.STOPPED)
+"""How an environment of the user's own may end an episode."""
+
+MESSAGE = 'give a list of messages such as Message("user", (image, "text"))'
 
 
-class OwnGame:
-    """See `environments.game.Game`. All that is asked of it raises DataError, naming file, function and the remedy.
-
-    The game runs in this process: one that hangs does so to the whole training.
+def made(spec: str, make: Callable[[], Any]) -> OwnGame | OwnEnvironment:
+    """Guards what the function of `spec` makes: an object with the methods `reset` and `step` is an environment, any
+    other one a game. Raises DataError for one that cannot be used, and passes on a ValueError of the function.
     """
+    guard = UserCode(spec, "function")
+    own = guard.called("", make, ValueError)
+    is_environment = all(callable(getattr(own, method, None)) for method in ("reset", "step"))
+    return OwnEnvironment(spec, own) if is_environment else OwnGame(spec, own)
 
-    def __init__(self, spec: str, make: Callable[[], Any]) -> None:
-        """`spec`: `path/to/file.py:function`; `make`: calls that function. What it refuses stays a ValueError."""
-        self._spec, self._file = spec, str(Path(spec.rpartition(":")[0]).resolve())
-        self.own = self._called("", make, ValueError)
-        actions = self._called("its actions ", lambda: getattr(self.own, "actions", None))
+
+class OwnGame(UserCode):
+    """See `environments.game.Game`. All that is asked of it raises DataError, naming file, function and the remedy."""
+
+    def __init__(self, spec: str, own: Any) -> None:
+        super().__init__(spec, "game")
+        self.own = own
+        actions = self.called("its actions ", lambda: getattr(own, "actions", None))
         if not isinstance(actions, (tuple, list)) or not actions or not all(isinstance(a, str) for a in actions):
-            raise self._wrong(f"its actions are {shown(actions)}", 'write a tuple of words, such as ("Left", "Right")')
-        self.actions: tuple[str, ...] = tuple(self._text("an action", action) for action in actions)
+            raise self.wrong(
+                f"its actions are {shown(actions)}",
+                'write a tuple of words, such as ("Left", "Right"), or for an environment without a list of actions '
+                "the methods reset and step",
+            )
+        self.actions: tuple[str, ...] = tuple(self.text("an action", action) for action in actions)
 
     @property
     def rules(self) -> str:
         """Asked for after the start, since they may depend on it."""
-        rules = self._called("its rules ", lambda: getattr(self.own, "rules", None))
+        rules = self.called("its rules ", lambda: getattr(self.own, "rules", None))
         if not isinstance(rules, str):
-            raise self._wrong(f"its rules are {shown(rules)}", "write a text")
-        return self._text("its rules", rules)
+            raise self.wrong(f"its rules are {shown(rules)}", "write a text")
+        return self.text("its rules", rules)
 
     def try_once(self) -> None:
         """Asks for all but a move, before a model is loaded."""
@@ -45,7 +78,7 @@ class OwnGame:
         self.state_key()
         self.solution()
         if not callable(getattr(self.own, "act", None)):
-            raise self._wrong("it has no method act", "write act(self, action), which returns a Move")
+            raise self.wrong("it has no method act", "write act(self, action), which returns a Move")
 
     def start(self, seed: int) -> None:
         self._asked("start", seed)
@@ -53,67 +86,162 @@ class OwnGame:
     def act(self, action: str) -> Move:
         move = self._asked("act", action)
         if not isinstance(move, Move):
-            raise self._wrong(f"act({action!r}) returned {shown(move)}", "return a Move")
+            raise self.wrong(f"act({action!r}) returned {shown(move)}", "return a Move")
         try:
-            # plain numbers, since numpy's own cannot be written to the records
-            terms = {self._text("the name of a term", str(name)): float(value) for name, value in move.terms.items()}
-            plain = Move(terms, bool(move.solved), bool(move.over))
+            terms = self.numbers(move.terms)
+            plain = Move(terms, bool(move.solved), bool(move.over), bool(move.truncated))
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise self._wrong(
+            raise self.wrong(
                 f"act({action!r}) returned a Move that cannot be used ({error})",
-                "give terms as names with numbers, and solved and over as True or False",
+                "give terms as names with numbers, and solved, over and truncated as True or False",
             ) from error
         if not all(math.isfinite(value) for value in terms.values()):
-            raise self._wrong(f"act({action!r}) earned {shown(terms)}, which is not finite", "give finite numbers")
+            raise self.wrong(f"act({action!r}) earned {shown(terms)}, which is not finite", "give finite numbers")
         if sum(map(abs, terms.values())) > MAX_REWARD:
-            raise self._wrong(f"act({action!r}) earned {shown(terms)}", f"give at most {MAX_REWARD:g} for a move")
+            raise self.wrong(f"act({action!r}) earned {shown(terms)}", f"give at most {MAX_REWARD:g} for a move")
         return plain
 
     def picture(self) -> Image:
         picture, where = self._asked("picture"), f"{self._spec}: picture()"
-        return self._called("picture() ", lambda: to_image(picture, where), DataError)  # Pillow may read its file now
+        return self.called("picture() ", lambda: to_image(picture, where), DataError)  # Pillow may read its file now
 
     def state_key(self) -> str:
         key = self._asked("state_key")
         if not isinstance(key, str):
-            raise self._wrong(f"state_key() returned {shown(key)}", "return a text, equal exactly for equal states")
-        return self._text("state_key()", key)
+            raise self.wrong(f"state_key() returned {shown(key)}", "return a text, equal exactly for equal states")
+        return self.text("state_key()", key)
 
     def solution(self) -> list[str] | None:
         solution = self._asked("solution")
         if solution is None:
             return None
         if not isinstance(solution, (list, tuple)):
-            raise self._wrong(f"solution() returned {shown(solution)}", "return a list of actions, or None")
+            raise self.wrong(f"solution() returned {shown(solution)}", "return a list of actions, or None")
         for action in solution:
             if action not in self.actions:
-                raise self._wrong(
+                raise self.wrong(
                     f"solution() names {shown(action)}, which is none of its actions {', '.join(self.actions)}",
                     "write the action as in actions",
                 )
         return list(solution)
 
-    def _text(self, what: str, text: str) -> str:
-        if problem := flaw(text):
-            raise self._wrong(f"{what} holds {problem}", "replace it")
-        return text
-
     def _asked(self, method: str, *arguments: Any) -> Any:
         shown = f"{method}({', '.join(map(repr, arguments))}) "
-        return self._called(shown, lambda: getattr(self.own, method)(*arguments))
+        return self.called(shown, lambda: getattr(self.own, method)(*arguments))
 
-    def _called(self, what: str, function: Callable[[], Any], *passed: type[Exception]) -> Any:
+
+class OwnEnvironment(UserCode):
+    """See `types.Environment`. All methods raise DataError for what they cannot pass on."""
+
+    def __init__(self, spec: str, own: Any) -> None:
+        super().__init__(spec, "environment")
+        self.own = own
+        for method, form in (("reset", "(self, task)"), ("step", "(self, text, history)"), ("close", "(self)")):
+            if not inspect.iscoroutinefunction(getattr(own, method, self.close)):
+                raise self.wrong(
+                    f"its {method} is no async method",
+                    f"write `async def {method}{form}`; an environment of gymnasium is played by "
+                    "environment.name=gymnasium",
+                )
+
+    @property
+    def names_states(self) -> bool:
+        """Whether it has a `state_key` of its own."""
+        key = getattr(type(self.own), "state_key", None)
+        return key is not None and key is not Environment.state_key
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        what = f"reset(task {shown(task.id)})"
+        # a task that it refuses is told in its own words
+        messages = await self.awaited(f"{what} ", lambda: self.own.reset(task), DataError)
+        opening = self._messages(what, messages, ("system", "user", "assistant"))
+        if not opening:
+            raise self.wrong(f"{what} returned no message", MESSAGE)
+        return opening
+
+    async def step(self, text: str, history: Sequence[Turn]) -> Step:
+        what = f"step({shown(text)})"
+        step = await self.awaited(f"{what} ", lambda: self.own.step(text, history))
+        if not isinstance(step, Step):
+            raise self.wrong(f"{what} returned {shown(step)}", "return a Step")
+        if step.status is not None and step.status not in ENDS:
+            raise self.wrong(f"{what} ended with {shown(step.status)}", f"end with one of {', '.join(map(repr, ENDS))}")
+        reward = self._number(what, "reward", step.reward)
+        messages = self._messages(what, step.messages, ("user", "tool"))
+        calls, results = self._tools(what, step)
+        if step.status is None and not messages and not results:
+            raise self.wrong(f"{what} goes on without a message", "give messages, or a status that ends the episode")
+        verdict = step.verdict
+        if verdict is None and not calls and not results:
+            verdict = Verdict(reward, step.status is EpisodeStatus.SOLVED)
+        elif verdict is not None:
+            verdict = self._verdict(what, verdict)
+        problem = None if step.judge_error is None else told(str(step.judge_error))
+        return Step(reward, messages, step.status, verdict, calls, results, problem, bool(step.invalid))
+
+    def state_key(self) -> str | None:
+        if not self.names_states:
+            return None
+        key = self.called("state_key() ", lambda: self.own.state_key())
+        if key is None:
+            return None
+        if not isinstance(key, str):
+            raise self.wrong(f"state_key() returned {shown(key)}", "return a text, equal exactly for equal states")
+        return self.text("state_key()", key)
+
+    async def close(self) -> None:
+        if callable(getattr(self.own, "close", None)):
+            await self.awaited("close() ", lambda: self.own.close())
+
+    def _messages(self, what: str, messages: Any, roles: Sequence[str]) -> tuple[Message, ...]:
+        if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Message) for m in messages):
+            raise self.wrong(f"{what} gave the messages {shown(messages)}", MESSAGE)
+        for message in messages:
+            if message.role not in roles:
+                raise self.wrong(f"{what} gave a message of the role {shown(message.role)}", f"use {', '.join(roles)}")
+            self.text(what, message.text)
+            self._images(what, message.images)
+        return tuple(messages)
+
+    def _images(self, what: str, images: Sequence[Any]) -> None:
+        for image in images:
+            to_image(image, f"{self._spec}: {what}")
+
+    def _tools(self, what: str, step: Step) -> tuple[tuple[ToolCall, ...], tuple[ToolResult, ...]]:
+        """Calls and results that can be recorded."""
+        calls, results = step.tool_calls, step.tool_results
         try:
-            return function()
-        except passed:
-            raise
-        except (Exception, SystemExit) as error:  # it is the user's code, and may raise anything
-            lines = [
-                frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self._file
-            ]
-            where = f" (line {lines[-1]})" if lines else ""
-            problem = " ".join(described(error).split())[:300]
-            raise self._wrong(f"{what}raised {problem}{where}", "correct the game") from error
+            calls = tuple(ToolCall(call.name, json.loads(json.dumps(dict(call.arguments)))) for call in calls)
+            results = tuple(ToolResult(str(r.text), tuple(r.images), bool(r.error)) for r in results)
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise self.wrong(
+                f"{what} has tool calls or results that cannot be used ({error})",
+                "give tuples of ToolCall, with arguments that are JSON, and of ToolResult",
+            ) from error
+        for result in results:
+            self.text(what, result.text)
+            self._images(what, result.images)
+        return calls, results
 
-    def _wrong(self, problem: str, remedy: str) -> DataError:
-        return DataError(f"{self._spec}: {problem}; {remedy}")
+    def _verdict(self, what: str, verdict: Any) -> Verdict:
+        if not isinstance(verdict, Verdict):
+            raise self.wrong(f"{what} gave the verdict {shown(verdict)}", "give a Verdict, or leave it out")
+        try:
+            terms = self.numbers(verdict.terms)
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise self.wrong(f"{what} gave terms that cannot be used ({error})", "give names with numbers") from error
+        for name, value in terms.items():
+            self._number(what, f"term {name!r}", value)
+        reward = self._number(what, "verdict", verdict.reward)
+        return Verdict(reward, bool(verdict.solved), terms=terms)
+
+    def _number(self, what: str, name: str, value: Any) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not abs(number) <= MAX_REWARD:  # nor is a NaN
+            raise self.wrong(
+                f"{what} has the {name} {shown(value)}", f"give a finite number of at most ±{MAX_REWARD:g}"
+            )
+        return number

@@ -9,6 +9,7 @@ from npu_vlrl.config import WorkflowConfig
 from npu_vlrl.data.images import padded
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.types import (
+    Environment,
     EpisodeStatus,
     Image,
     Judge,
@@ -25,7 +26,7 @@ from npu_vlrl.workflow.tools import Frame, Toolbox, ToolContext
 from npu_vlrl.workflow.tools.hermes import ParsedCalls, parse_tool_calls
 
 
-class VisualQA:
+class VisualQA(Environment):
     """See `types.Environment`.
 
     Tools take positions in the pixels that `processor` makes of a picture, or on the scale that it names; without one
@@ -63,10 +64,6 @@ class VisualQA:
         failed = any(result.error for result in results)
         reward = self.config.tool_error_reward if failed else self.config.tool_call_reward
         return Step(reward, tool_calls=parsed.calls, tool_results=results)
-
-    def state_key(self) -> str | None:
-        """Not known: what matters is what was said so far."""
-        return None
 
     async def _judge(self, text: str, history: Sequence[Turn]) -> Step:
         problem = None

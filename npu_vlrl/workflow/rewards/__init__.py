@@ -1,4 +1,4 @@
-"""Rules that score an answer, by name.
+"""Rules that score an answer, by the names of `registry.RULES`.
 
 A rule is a module with `score(answer, text, **options) -> Verdict` and `check_gold(answer, **options)`, both pure and
 synchronous. The exceptions are `benchmark`, whose `score` is also given the task's `extra`, `python`, which calls a
@@ -7,40 +7,24 @@ function of the user's, and `weighted`, a sum of other rules.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from npu_vlrl.registry import RULES, load
 from npu_vlrl.workflow.names import check_names
 from npu_vlrl.workflow.rewards.pool import InlineJudge, JudgePool
 from npu_vlrl.workflow.rewards.weighted import WeightedJudge, make_weighted
 from npu_vlrl.workflow.workers import is_spec
 
-__all__ = ["INLINE", "RULES", "InlineJudge", "JudgePool", "WeightedJudge", "lowest_reward", "make_judge"]
-
-RULES = {
-    "math_verify": "npu_vlrl.workflow.rewards.math_verify",
-    "geometry3k": "npu_vlrl.workflow.rewards.geometry3k",
-    "tagged": "npu_vlrl.workflow.rewards.tagged",
-    "rotation_broad": "npu_vlrl.workflow.rewards.rotation_broad",
-    "rotation_strict": "npu_vlrl.workflow.rewards.rotation_strict",
-    "benchmark": "npu_vlrl.workflow.rewards.benchmark",
-    "python": "npu_vlrl.workflow.rewards.python",
-}
-
-INLINE = frozenset({"tagged", "rotation_broad", "rotation_strict"})
-"""Rules whose time is linear in the text, so that they need no process of their own."""
-
-LOWEST = {"math_verify": -1.0}
-"""The lowest reward of rules that give negative ones."""
+__all__ = ["InlineJudge", "JudgePool", "WeightedJudge", "lowest_reward", "make_judge"]
 
 
 def lowest_reward(rule: str, options: Mapping[str, Any]) -> float:
     """The lowest reward of a rule that `make_judge` takes; 0 for a function of a user's, of which nothing is known."""
     if rule != "weighted":
-        return LOWEST.get(rule, 0.0)
+        return float(getattr(load(RULES, rule), "LOWEST", 0.0)) if rule in RULES else 0.0
     terms = options["terms"].values()
     lowest = ((float(term["weight"]), lowest_reward(term["rule"], term.get("options") or {})) for term in terms)
     return sum(weight * low if weight > 0 else weight for weight, low in lowest)  # the highest is 1
@@ -69,11 +53,11 @@ def make_judge(
         if not isinstance(options.get("function"), str):
             raise ValueError("the rule 'python' needs the option 'function': path/to/file.py:function")
         return JudgePool(rule, options, workers, deadline_s, memory_mib)
-    module = importlib.import_module(RULES[rule])
+    module = load(RULES, rule)
     known = set(inspect.signature(module.score).parameters) - {"answer", "text", "extra"}
     check_names(f"option of the rule {rule!r}:", options, known)
     if options:
         module.score("1", "", **options)  # a rule refuses a bad value before training, not at the first answer
-    if rule in INLINE:
+    if getattr(module, "INLINE", False):
         return InlineJudge(partial(module.score, **options), partial(module.check_gold, **options))
     return JudgePool(rule, options, workers, deadline_s, memory_mib)

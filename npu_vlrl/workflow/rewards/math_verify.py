@@ -41,6 +41,8 @@ _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _DIGITS = 50
 """Decimal places of math-verify's comparisons inside equations and matrices."""
 
+LOWEST = -1.0
+
 
 def score(answer: str, text: str) -> Verdict:
     """-1 without a `\\boxed{}` outside of thoughts, 1 when the last one equals `answer`, else 0; solved when equal.

@@ -8,6 +8,8 @@ from npu_vlrl.types import DataError, Verdict
 from npu_vlrl.workflow.rewards.answers import Ambiguous, Text, read, same_plain
 from npu_vlrl.workflow.thought import split_thought
 
+INLINE = True
+
 OPEN, CLOSE = "<answer>", "</answer>"
 
 

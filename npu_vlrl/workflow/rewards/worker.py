@@ -6,12 +6,11 @@ What is wrong with a gold is `{"data_error": …}`, what is wrong with a rule or
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from npu_vlrl.registry import RULES, load
 from npu_vlrl.types import DataError, Image, JudgeError, Verdict
-from npu_vlrl.workflow.rewards import RULES
 from npu_vlrl.workflow.workers import load_function
 from npu_vlrl.workflow.workers.serve import Handler
 from npu_vlrl.workflow.workers.wire import Content
@@ -21,7 +20,7 @@ Rule = Callable[[Content, Sequence[Image]], Verdict | None]
 
 def open_service(setup: Mapping[str, Any]) -> tuple[bool, Handler]:
     """`setup`: rule and options. Raises ValueError when a user's file or function cannot be used."""
-    module = importlib.import_module(RULES[setup["rule"]])
+    module = load(RULES, setup["rule"])
     make = _users_function if setup["rule"] == "python" else _builtin_rule
     rule = make(module, setup["options"])
 

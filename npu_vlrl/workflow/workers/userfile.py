@@ -19,9 +19,10 @@ def is_spec(name: str) -> bool:
     return ".py:" in name
 
 
-def load_function(spec: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:function` names; a relative path starts at the working directory, and `~` is
-    the home folder.
+def load_function(spec: str, classes: bool = False) -> Callable[..., Any]:
+    """The function, or with `classes` also the class, that `path/to/file.py:function` names.
+
+    A relative path starts at the working directory, and `~` is the home folder.
 
     Raises ValueError, naming the path, when the file or the function is missing or the file cannot be imported.
     """
@@ -29,6 +30,8 @@ def load_function(spec: str) -> Callable[..., Any]:
     if not path.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{spec!r} does not name a function; write path/to/file.py:function")
     function = getattr(_load_module(Path(path).expanduser().resolve()), name, None)
+    if classes and inspect.isclass(function):
+        return function
     if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
         raise ValueError(f"{spec}: the file has no plain function {name!r}; write `def {name}(…)` at its top level")
     return function

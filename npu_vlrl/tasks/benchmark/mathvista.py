@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_vlrl.data.benchmarks.rows import Question, Row
+from npu_vlrl.tasks.benchmark.rows import Question, Row
 from npu_vlrl.types import DataError
 
 INSTRUCTION = "Put the final answer in \\boxed{}."

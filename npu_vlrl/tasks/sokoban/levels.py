@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from npu_vlrl.tasks.sokoban.rules import Room, State
 from npu_vlrl.types import DataError
-from npu_vlrl.workflow.environments.sokoban.rules import Room, State
 
 SHIPPED = ("hard_003", "unfiltered_test_000")
 """Files of Boxoban that come with the package: 332 and 1000 levels of 10x10 cells with 4 boxes."""

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from functools import lru_cache
 
-from npu_vlrl.workflow.environments.sokoban.rules import ACTIONS, Room, State
+from npu_vlrl.tasks.sokoban.rules import ACTIONS, Room, State
 
 LIMIT = 200_000
 """States that are looked at before the search gives up, some seconds."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from npu_vlrl.data.benchmarks.mathvista import INSTRUCTION
-from npu_vlrl.data.benchmarks.rows import Question, Row
+from npu_vlrl.tasks.benchmark.mathvista import INSTRUCTION
+from npu_vlrl.tasks.benchmark.rows import Question, Row
 from npu_vlrl.types import DataError
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from npu_vlrl.data.benchmarks.rows import Question, Row
 from npu_vlrl.data.values import is_number
+from npu_vlrl.tasks.benchmark.rows import Question, Row
 from npu_vlrl.types import DataError
 
 INSTRUCTION = "Answer with a single word or number in \\boxed{}."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from npu_vlrl.tasks.rotation.angle import Distance, check_angle, score_angle
 from npu_vlrl.types import Verdict
-from npu_vlrl.workflow.rewards.angle import Distance, check_angle, score_angle
+
+INLINE = True
 
 
 def score(answer: str, text: str, *, distance: Distance = "circular", solved_within: float = 5.0) -> Verdict:

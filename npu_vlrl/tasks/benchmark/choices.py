@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from npu_vlrl.data.benchmarks.rows import Question, Row
+from npu_vlrl.tasks.benchmark.rows import Question, Row
 from npu_vlrl.types import DataError
 
 LETTERS = "ABCD"

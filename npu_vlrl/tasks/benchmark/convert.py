@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from npu_vlrl.data.benchmarks import charts, choices, mathverse, mathvista, texts
-from npu_vlrl.data.benchmarks.rows import Question, Row, read_rows
 from npu_vlrl.data.columns import IMAGE_TAG
 from npu_vlrl.data.records import written_schema
+from npu_vlrl.tasks.benchmark import charts, choices, mathverse, mathvista, texts
+from npu_vlrl.tasks.benchmark.rows import Question, Row, read_rows
 from npu_vlrl.types import DataError
 
 Adapter = Callable[[Row, int, int], Question]

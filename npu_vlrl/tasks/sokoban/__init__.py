@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from npu_vlrl.tasks.sokoban.draw import draw
+from npu_vlrl.tasks.sokoban.generate import generate
+from npu_vlrl.tasks.sokoban.levels import level_text, read_levels
+from npu_vlrl.tasks.sokoban.rules import ACTIONS, State
+from npu_vlrl.tasks.sokoban.solve import solve
+from npu_vlrl.tasks.starting import TRAINING, Values
 from npu_vlrl.types import Image
 from npu_vlrl.workflow.environments.game import Move
-from npu_vlrl.workflow.environments.sokoban.draw import draw
-from npu_vlrl.workflow.environments.sokoban.generate import generate
-from npu_vlrl.workflow.environments.sokoban.levels import level_text, read_levels
-from npu_vlrl.workflow.environments.sokoban.rules import ACTIONS, State
-from npu_vlrl.workflow.environments.sokoban.solve import solve
+
+PREPARE = None
+
+STARTER: Values = {
+    "run.dir": "runs/sokoban",
+    "data.train.generator": "episodes",
+    **TRAINING,
+    "environment.name": "sokoban",
+    "environment.options": {"size": 6, "boxes": 1, "tile": 32},
+    "environment.format": "free_think",
+    "environment.format_reward": 0.1,
+    "workflow.max_turns": 6,
+    "workflow.reward_mode": "sum",
+    "workflow.turn_tokens": 256,
+    "workflow.context_tokens": 3072,
+    "evaluation.tasks": 128,
+    "model.min_pixels": 3136,
+    "model.max_pixels": 50176,
+    "algorithm.preset": "gigpo",
+}
 
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0
 

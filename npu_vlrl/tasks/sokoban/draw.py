@@ -9,9 +9,9 @@ import numpy as np
 import PIL.Image
 
 from npu_vlrl.data.images import decode_image
+from npu_vlrl.tasks.sokoban.levels import level_text
+from npu_vlrl.tasks.sokoban.rules import State
 from npu_vlrl.types import Image
-from npu_vlrl.workflow.environments.sokoban.levels import level_text
-from npu_vlrl.workflow.environments.sokoban.rules import State
 
 SPRITES = {
     "#": "wall",

@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
+from npu_vlrl.tasks.sokoban.rules import Room, State
+from npu_vlrl.tasks.sokoban.solve import solve
 from npu_vlrl.types import DataError
-from npu_vlrl.workflow.environments.sokoban.rules import Room, State
-from npu_vlrl.workflow.environments.sokoban.solve import solve
 
 ATTEMPTS = 1000
 """Rooms that are tried for one seed."""

@@ -1,0 +1,57 @@
+"""Pictures turned by quarter turns: the policy sees a covered card, looks at the picture, and says where its top is.
+
+The `look` tool shows `extra["hidden_image"]`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+
+from npu_vlrl.config import Config
+from npu_vlrl.types import Image, Message, Task
+from npu_vlrl.workflow.thought import LEFT_OPEN
+
+DIRECTIONS = ("up", "right", "down", "left")
+"""Answers; the index is the number of quarter turns clockwise from up."""
+
+LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
+
+_CARD_COLOUR = (120, 120, 120)
+
+
+def demonstration(task: Task, config: Config, rng: random.Random, opened: bool) -> Iterable[str]:
+    """Looks first, then answers until the turns are used up; see `script`."""
+    return script(task, config.warm_start.right_share, rng, config.workflow.max_turns - 1, opened)
+
+
+def script(task: Task, right_share: float, rng: random.Random, tries: int, opened: bool = False) -> list[str]:
+    """Lines of a demonstrator: it looks first, then gives answers, of which `right_share` are right.
+
+    The others are drawn evenly from the wrong ones, and no answer is given twice. `opened`: the chat template opens a
+    thought, which is ended first.
+    """
+    left = list(DIRECTIONS)
+    lines = [LOOK]
+    for _ in range(tries):
+        wrong = [choice for choice in left if choice != task.answer]
+        right = task.answer in left and (rng.random() < right_share or not wrong)
+        answer = task.answer if right else rng.choice(wrong)
+        assert answer is not None
+        left.remove(answer)
+        lines.append(f"<answer>{answer}</answer>")
+    return [LEFT_OPEN + line for line in lines] if opened else lines
+
+
+def turned(rgb: np.ndarray, turns: int) -> Image:
+    """Turned clockwise by quarter turns, exactly."""
+    return Image(np.ascontiguousarray(np.rot90(rgb, -turns)))
+
+
+def hidden_task(kind: str, seed: int, index: int, question: str, hidden: Image, turns: int, card: int) -> Task:
+    """`size` and `card` are the sides in pixels of the hidden picture and of the card that covers it."""
+    cover = Image(np.full((card, card, 3), _CARD_COLOUR, np.uint8))
+    message = Message("user", (cover, question))
+    return Task(f"{kind}/{seed}/{index}", (message,), DIRECTIONS[turns], kind, {"hidden_image": hidden})

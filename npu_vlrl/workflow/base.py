@@ -1,0 +1,51 @@
+"""The seam of an episode: what a workflow is given and gives back."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+from npu_vlrl.types import EngineSession, SamplingParams, Task, Trajectory
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the turns of a rollout are drawn; each turn has its own seed."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def for_turn(self, group: str, member: int, turn: int, max_new_tokens: int) -> SamplingParams:
+        key = f"{self.seed}/{group}/{member}/{turn}".encode()
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:7])
+        return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, seed)
+
+
+class Workflow(Protocol):
+    """Plays episodes: asks the engine for turns of the policy, and an environment for what they earn.
+
+    `vision_multiturn.VisionMultiTurnAgenticWorkflow` is the one of the package. One of the user's own is made by
+    `workflow.name=path/to/file.py:Class`, a class or function that is called as
+
+        Class(config, renderer, new_environment, schemas, **workflow.options)
+
+    config: WorkflowConfig, the section `workflow`
+    renderer: render.Renderer, messages to token ids and back
+    new_environment: () -> Environment, one for each episode; `reset`, `step` and `close` are the workflow's to call
+    schemas: OpenAI schemas of the functions that the policy is told it may call
+    """
+
+    async def run(self, task: Task, session: EngineSession, group: str, member: int, sampling: Sampling) -> Trajectory:
+        """One episode of `task`, whose result is `Trajectory(task, group, member, turns, status)`.
+
+        Every ACTION of its turns holds the ids and logprobs of a `Generation` of `session`, and its context is what
+        the engine was given for it: only then does the learner compute the same logprobs. Turn k, from 0, is drawn
+        with `sampling.for_turn(group, member, k, max_new_tokens)`, so that a run repeats.
+
+        Closes `session` in any case. A sample that cannot be used gives a trajectory of status FAILED with `error`;
+        DataError and ValueError do the same where a workflow of the user's own raises them.
+        """
+        ...
