@@ -15,7 +15,6 @@ from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.data.source import TaskSource
 from npu_vlrl.data.synthetic import arrow_task, episode_task, load_photos, photo_task
 from npu_vlrl.hardware import Platform
-from npu_vlrl.learner.algorithm import Algorithm, resolve
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.model.inspect import inspect_folder
@@ -50,7 +49,6 @@ class Parts:
     ranks: Ranks
     """Those that learn together; this process alone where `train.learners` is 1."""
     workflow: VisionMultiTurnAgenticWorkflow
-    algorithm: Algorithm
     train_tasks: TaskSource
     eval_tasks: list[Task]
     eval_skipped: list[str]
@@ -71,18 +69,19 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
     platform = prepare(config)
     if started_processes() == 1 and not config.model.path.startswith("tiny:"):
         inspect_folder(config.model.path)  # before data are read; of several processes the others are met first
-    algorithm = resolve(config.algorithm)
-    if algorithm.advantage == "gigpo" and not config.environment.is_game:
+    algorithm = config.algorithm.resolved()
+    algorithm.try_own()
+    if algorithm.estimator.component.compares_states and not config.environment.is_game:
         raise ConfigError(
-            "algorithm.advantage=gigpo compares states, and environment.name=visual_qa does not name them; choose a "
-            "game or another algorithm.preset"
+            f"algorithm.advantage={algorithm.advantage} compares states, and environment.name=visual_qa does not name "
+            "them; choose a game or another algorithm.preset"
         )
     if algorithm.with_observations and config.workflow.export_style == "individual":
         raise ConfigError(
             "algorithm.loss_mask=false and algorithm.advantage_mask=false are about tokens between turns, and with "
             "workflow.export_style=individual a sample has one turn; set export_style=concat, or both masks to true"
         )
-    check_asynchronous(config, algorithm)
+    check_asynchronous(config)
     rollout, evaluation = config.rollout, config.evaluation
     setting = make_setting(config, cleanup)
     with blaming("data"):
@@ -107,7 +106,6 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
         world,
         ranks,
         workflow,
-        algorithm,
         train_tasks,
         eval_tasks,
         eval_skipped,
@@ -127,7 +125,7 @@ def new_workflow(config: Config, setting: Setting, loaded: LoadedModel) -> Visio
     )
 
 
-def check_asynchronous(config: Config, algorithm: Algorithm) -> None:
+def check_asynchronous(config: Config) -> None:
     """Raises ConfigError where `train.staleness` asks for what cannot be, or the algorithm does not correct for it."""
     staleness = config.train.staleness
     if not staleness:
@@ -137,9 +135,8 @@ def check_asynchronous(config: Config, algorithm: Algorithm) -> None:
             f"train.staleness={staleness} samples while the learner learns, which takes processes that only sample; "
             "start several with torchrun and fewer train.learners, or set train.staleness=0"
         )
-    against_behaviour = algorithm.loss != "reinforce" and algorithm.loss_mask
-    corrected = config.algorithm.correction != "off" or algorithm.loss == "decoupled_ppo"
-    if not corrected and (staleness > 1 or not against_behaviour):
+    algorithm = config.algorithm.resolved()
+    if staleness > algorithm.tolerated_staleness:
         raise ConfigError(
             f"train.staleness={staleness} trains on tokens of earlier weights, and algorithm.loss={algorithm.loss} "
             "does not correct that here; set algorithm.correction to tis or icepop, or algorithm.loss to decoupled_ppo"

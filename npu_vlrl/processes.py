@@ -18,7 +18,6 @@ from npu_vlrl import kernels
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.hardware import Platform, select
 from npu_vlrl.kernels.recording import records
-from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.group import follow
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.shard import ShardedPolicy
@@ -103,7 +102,6 @@ def new_learner(config: Config, platform: Platform, ranks: Ranks, policy: Policy
         policy,
         vision,
         config.algorithm,
-        resolve(config.algorithm),
         config.optim,
         config.rollout.temperature,
         config.train.steps,

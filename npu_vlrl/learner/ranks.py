@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from npu_vlrl.learner.loss.metrics import Metrics
+from npu_vlrl.algorithms.metrics import Metrics
 from npu_vlrl.learner.optimizer import divided, stepped
 from npu_vlrl.types import Sample
 

@@ -16,12 +16,30 @@ import npu_vlrl
 PACKAGE = Path(npu_vlrl.__file__).parent
 
 ROOMS = [
-    *("types", "config", "disk", "hardware", "kernels", "data", "model", "sync", "workflow", "rollout", "learner"),
+    *(
+        "types",
+        "fields",
+        "userfile",
+        "algorithms",
+        "config",
+        "disk",
+        "hardware",
+        "kernels",
+        "data",
+        "model",
+        "sync",
+        "workflow",
+        "rollout",
+        "learner",
+    ),
     "report",
 ]
 """A room imports itself and earlier ones; everything that is not listed is the top floor and imports all of them."""
 
-ONLY = {"__init__": set(), "types": set(), "config": {"types"}, "disk": set()}
+ONLY = {
+    **{"__init__": set(), "types": set(), "fields": {"types"}, "userfile": set(), "disk": set()},
+    **{"algorithms": {"types", "fields", "userfile"}, "config": {"types", "fields", "userfile", "algorithms"}},
+}
 
 VENDOR_ROOMS = ("hardware", "kernels")
 VENDOR = re.compile(r"(cuda|npu|nccl|hccl|torch_npu|torch\.cuda|torch\.npu)([:,.].*)?", re.IGNORECASE | re.DOTALL)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
 from npu_vlrl.hardware import select
-from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.checkpoint import CheckpointError
 from npu_vlrl.learner.state import load_learner, save_learner
 from npu_vlrl.learner.trainer import Learner
@@ -24,6 +23,7 @@ from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import export
 from tests.support.learning import (
     SMALL_LORA,
+    assign_advantages,
     load,
     make_learner,
     picture,
@@ -47,7 +47,6 @@ def with_critic(
         loaded.policy,
         VisionFeatures(loaded.policy, loaded.processor, 1 << 24),
         settings,
-        resolve(settings),
         OptimConfig(**({"lr": 1e-3, "micro_batch_tokens": 100} | optim)),
         1.0,
         10,

@@ -14,7 +14,6 @@ import torch
 
 from npu_vlrl.config import AlgorithmConfig, OptimConfig
 from npu_vlrl.guard import EngineGuard
-from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.gap import LearnerError
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.trainer import Learner
@@ -183,7 +182,7 @@ def damage(stage: VllmStage, part: str) -> None:
 
 def _learner(stage: VllmStage) -> LearnerGroup:
     config = AlgorithmConfig(max_logprob_gap=VISIBLE)
-    return LearnerGroup(lambda: Learner(stage.policy, stage.vision, config, resolve(config), OptimConfig(), 1.0, 1))
+    return LearnerGroup(lambda: Learner(stage.policy, stage.vision, config, OptimConfig(), 1.0, 1))
 
 
 @reading
