@@ -145,9 +145,8 @@ class AlgorithmBase(Section):
             name, given = values[kind], getattr(self, f"{kind}_options")
             if given and not is_spec(name):
                 keys = ", ".join(f"algorithm.{key}" for key in TABLES[kind][name].option_names) or "none"
-                raise ConfigError(
-                    f"algorithm.{kind}_options: are those of a file of your own; those of {name} are {keys}"
-                )
+                remedy = f"remove them, or write what {name} has: {keys}"
+                raise ConfigError(f"algorithm.{kind}_options: are for a file of your own; {remedy}")
         if self.group_reward_options and self.group_reward is None:
             raise ConfigError("algorithm.group_reward_options: has no effect without algorithm.group_reward; set that")
         if self.correction != OFF and values["loss"] in LOSSES and LOSSES[values["loss"]].corrects:
@@ -160,14 +159,13 @@ class AlgorithmBase(Section):
         except ValidationError as error:
             raise ConfigError(f"algorithm.{error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
-    def _chosen(self, kind: str, component: type[C]) -> Chosen[C]:
+    def _chosen(self, kind: str, name: str | None, component: type[C]) -> Chosen[C]:
         """What a key names, with its options. Raises ConfigError for a user's file that cannot be used."""
-        here = self.resolved()
-        name, table = getattr(here, kind), TABLES.get(kind, {})
-        if name not in table:
-            return own.load(component, f"algorithm.{kind}", name, getattr(here, f"{kind}_options"))
-        found: Any = table[name]
-        return Chosen(found, None if found.options is None else here._options(found.options))
+        assert name is not None, "the settings are resolved"
+        found: Any = TABLES.get(kind, {}).get(name)
+        if found is None:
+            return own.load(component, f"algorithm.{kind}", name, getattr(self, f"{kind}_options"))
+        return Chosen(found, None if found.options is None else self.resolved()._options(found.options))
 
     @property
     def kl(self) -> KL:
@@ -179,31 +177,36 @@ class AlgorithmBase(Section):
 
     @property
     def estimator(self) -> Chosen[Estimator]:
-        return self._chosen("advantage", Estimator)
+        here = self.resolved()
+        return here._chosen("advantage", here.advantage, Estimator)
 
     @property
     def weights(self) -> Chosen[Component]:
         """What makes the weights of tokens, see `aggregation.token_weights`."""
-        return self._chosen("aggregation", Component)
+        here = self.resolved()
+        return here._chosen("aggregation", here.aggregation, Component)
 
     @property
     def reward_of_groups(self) -> Chosen[GroupReward] | None:
-        return None if self.group_reward is None else self._chosen("group_reward", GroupReward)
+        name = self.group_reward
+        return None if name is None else self._chosen("group_reward", name, GroupReward)
 
     def policy_terms(self) -> PolicyTerms:
         """The parts of the policy's loss. Raises what `resolved` raises, and ConfigError for a user's file."""
-        correction = self._chosen("correction", Component)
-        loss = self._chosen("loss", Loss)
+        here = self.resolved()
+        loss = here._chosen("loss", here.loss, Loss)
         if loss.component.corrects and self.correction != OFF:
             raise ConfigError("algorithm.correction: the loss has a correction of its own; set it to off")
-        return PolicyTerms(loss, correction, self.kl, self.resolved()._options(Entropy))
+        correction = here._chosen("correction", here.correction, Component)
+        return PolicyTerms(loss, correction, here._options(KL), here._options(Entropy))
 
     def try_own(self) -> None:
         """Loads what is from the user's own files, and calls a loss, before a model is loaded. Raises ConfigError."""
         here = self.resolved()
+        terms = here.policy_terms()
         assert here.estimator and (self.group_reward is None or here.reward_of_groups)
         if here.loss not in LOSSES:
-            own.try_loss(here._chosen("loss", Loss), "algorithm.loss")
+            own.try_loss(terms.loss, "algorithm.loss")
 
     @property
     def with_observations(self) -> bool:

@@ -16,23 +16,8 @@ import npu_vlrl
 PACKAGE = Path(npu_vlrl.__file__).parent
 
 ROOMS = [
-    *(
-        "types",
-        "fields",
-        "userfile",
-        "algorithms",
-        "config",
-        "disk",
-        "hardware",
-        "kernels",
-        "data",
-        "model",
-        "sync",
-        "workflow",
-        "rollout",
-        "learner",
-    ),
-    "report",
+    *("types", "fields", "userfile", "algorithms", "config", "disk"),
+    *("hardware", "kernels", "data", "model", "sync", "workflow", "rollout", "learner", "report"),
 ]
 """A room imports itself and earlier ones; everything that is not listed is the top floor and imports all of them."""
 

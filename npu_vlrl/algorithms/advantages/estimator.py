@@ -68,19 +68,19 @@ class TokenOptions(Options):
     """Gives each turn its own reward; otherwise the episode's outcome is earned by its last token."""
 
 
-def over_tokens(options: type[TokenOptions], critic: bool = True) -> Callable[[F], F]:
+def over_tokens(keys: type[TokenOptions], critic: bool = True) -> Callable[[F], F]:
     """For `f(tokens, …)`, which returns the credit of each token. Options are passed by name, but for those of
     `TokenOptions`, which decide over the tokens.
     """
 
-    def credit(function: Callable[..., Credit], batch: AdvantageBatch, given: TokenOptions) -> Credit:
-        tokens = batch.tokens(critic, given.turn_rewards)
-        mask_N = tokens.sampled_N if given.advantage_mask else np.ones_like(tokens.sampled_N)
-        own = {name: value for name, value in _named(given).items() if name not in TokenOptions.model_fields}
+    def credit(function: Callable[..., Credit], batch: AdvantageBatch, options: TokenOptions) -> Credit:
+        tokens = batch.tokens(critic, options.turn_rewards)
+        mask_N = tokens.sampled_N if options.advantage_mask else np.ones_like(tokens.sampled_N)
+        own = {name: value for name, value in _named(options).items() if name not in TokenOptions.model_fields}
         return over(tokens, mask_N, partial(function, **own))
 
     needs = frozenset({"values_N"} if critic else ())
-    return marked(lambda function: Estimator(partial(credit, function), options, needs))
+    return marked(lambda function: Estimator(partial(credit, function), keys, needs))
 
 
 def _named(options: Options | None) -> dict[str, Any]:
