@@ -42,7 +42,6 @@ from npu_vlrl.config import AlgorithmConfig, OptimConfig
 from npu_vlrl.engines.base import Request
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.hardware import Platform
-from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
@@ -141,7 +140,7 @@ def logprob_gap(made: Model, asked: Sequence[Request], generations: Sequence[Gen
     config = AlgorithmConfig(preset="grpo", kl_coef=0.0, correction="tis")
     vision = VisionFeatures(made.policy, made.processor, FEATURE_BYTES)
     optim = OptimConfig(micro_batch_tokens=MICRO_BATCH_TOKENS)
-    learner = Learner(made.policy, vision, config, resolve(config), optim, temperature=1.0, total_steps=1)
+    learner = Learner(made.policy, vision, config, optim, temperature=1.0, total_steps=1)
     found = [sample.scores.proximal_N for sample in learner.score(samples)]
     told_N = np.concatenate([told.logprobs for told in generations])
     gap_N = np.abs(np.concatenate([values for values in found if values is not None]) - told_N)

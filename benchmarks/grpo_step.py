@@ -57,7 +57,6 @@ from npu_vlrl.config import AlgorithmConfig, OptimConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.hardware import Platform
-from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.flops import ModelFlops
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.policy import Policy
@@ -160,7 +159,7 @@ def train(
     samples = asyncio.run(sample(engine, asked, workload, step))
     on.synchronize()
     sampled = time.perf_counter()
-    metrics = learner.step(assign_advantages(samples, learner.algorithm))
+    metrics = learner.step(learner.algorithm.with_credit(samples)[0])
     engine.weights_changed(step + 1)
     on.synchronize()
     assert not metrics["skipped_updates"], "something was not finite"
@@ -170,7 +169,7 @@ def train(
 def new_learner(made: Model, engine: InProcessEngine, steps: int) -> Learner:
     """It shares the engine's vision features."""
     optim = OptimConfig(micro_batch_tokens=MICRO_BATCH_TOKENS)
-    return Learner(made.policy, engine.vision, ALGORITHM, resolve(ALGORITHM), optim, temperature=1.0, total_steps=steps)
+    return Learner(made.policy, engine.vision, ALGORITHM, optim, temperature=1.0, total_steps=steps)
 
 
 def ours(size: str, workload: Workload, steps: int, on: Platform) -> dict[str, Any]:

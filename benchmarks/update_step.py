@@ -39,7 +39,6 @@ from npu_vlrl.hardware import Platform
 from npu_vlrl.kernels import table
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.learner import pack
-from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.learner.tree import Shared
 from npu_vlrl.model.policy import Policy
@@ -101,7 +100,7 @@ def rollouts(model: setup.Model, shape: Shape, prompts: int, group: int, seed: i
         for member, length in enumerate(lengths.tolist()):
             ids = (member, *random.integers(highest, size=length - 1).tolist())
             samples.append(_sample(f"g{number}", member, prompt, ids, [0.0] * length, special, random.normal()))
-    return assign_advantages(_with_logprobs(samples, model, shape.micro_batch_tokens, random), resolve(ALGORITHM))
+    return ALGORITHM.with_credit(_with_logprobs(samples, model, shape.micro_batch_tokens, random))[0]
 
 
 def _sample(
@@ -162,7 +161,7 @@ OPS = {
 def learner(model: setup.Model, micro_batch_tokens: int, algorithm: AlgorithmConfig = ALGORITHM) -> Learner:
     vision = VisionFeatures(model.policy, model.processor, CACHE_BYTES)
     optim = OptimConfig(micro_batch_tokens=micro_batch_tokens)
-    return Learner(model.policy, vision, algorithm, resolve(algorithm), optim, temperature=1.0, total_steps=1000)
+    return Learner(model.policy, vision, algorithm, optim, temperature=1.0, total_steps=1000)
 
 
 def update(ours: Learner, samples: Sequence[Sample]) -> dict[str, float]:

@@ -16,7 +16,6 @@ from npu_vlrl.data.source import TaskSource
 from npu_vlrl.engines import remote
 from npu_vlrl.engines.base import RoundEngine
 from npu_vlrl.hardware import Platform
-from npu_vlrl.learner.algorithm import Algorithm, resolve
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.model.inspect import inspect_folder
@@ -56,7 +55,6 @@ class Parts:
     episodes: EpisodeParts
     format: Format | None
     """The form in which turns name actions; None where any text is one."""
-    algorithm: Algorithm
     train_tasks: TaskSource
     eval_tasks: list[Task]
     eval_skipped: list[str]
@@ -77,18 +75,19 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
     platform = prepare(config)
     if started_processes() == 1 and not config.model.path.startswith("tiny:"):
         inspect_folder(config.model.path)  # before data are read; of several processes the others are met first
-    algorithm = resolve(config.algorithm)
+    algorithm = config.algorithm.resolved()
+    algorithm.try_own()
     if algorithm.with_observations and config.workflow.export_style == "individual":
         raise ConfigError(
             "algorithm.loss_mask=false and algorithm.advantage_mask=false are about tokens between turns, and with "
             "workflow.export_style=individual a sample has one turn; set export_style=concat, or both masks to true"
         )
-    check_asynchronous(config, algorithm)
+    check_asynchronous(config)
     rollout, evaluation = config.rollout, config.evaluation
     with blaming("workflow"):
         new_workflow = workflow_maker(config.workflow)
     setting = make_setting(config, cleanup)
-    check_setting(config, algorithm, setting)
+    check_setting(config, setting)
     with blaming("data"):
         train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
         if draws:
@@ -115,7 +114,6 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
         workflow,
         episodes,
         setting.format(episodes.renderer.opens_thought),
-        algorithm,
         train_tasks,
         eval_tasks,
         eval_skipped,
@@ -142,20 +140,21 @@ class EpisodeParts:
         return cls(renderer, lambda: setting.new_environment(processor, renderer.opens_thought), schemas)
 
 
-def check_setting(config: Config, algorithm: Algorithm, setting: Setting) -> None:
+def check_setting(config: Config, setting: Setting) -> None:
     """Raises ConfigError where the algorithm or the warm start asks for what the environment does not have."""
     name = config.environment.name
-    if algorithm.advantage == "gigpo" and not setting.names_states:
+    algorithm = config.algorithm.resolved()
+    if algorithm.estimator.component.compares_states and not setting.names_states:
         remedy = "give it a method state_key" if config.environment.is_own else "choose a game"
         raise ConfigError(
-            f"algorithm.advantage=gigpo compares states, and environment.name={name} does not name them; {remedy} or "
-            "another algorithm.preset"
+            f"algorithm.advantage={algorithm.advantage} compares states, and environment.name={name} does not name "
+            f"them; {remedy} or another algorithm.preset"
         )
     if config.warm_start.steps and not setting.shows_solutions:
         raise ConfigError(f"warm_start.steps: environment.name={name} shows no solutions; set warm_start.steps=0")
 
 
-def check_asynchronous(config: Config, algorithm: Algorithm) -> None:
+def check_asynchronous(config: Config) -> None:
     """Raises ConfigError where `train.staleness` asks for what cannot be, or the algorithm does not correct for it."""
     staleness = config.train.staleness
     if not staleness:
@@ -165,9 +164,8 @@ def check_asynchronous(config: Config, algorithm: Algorithm) -> None:
             f"train.staleness={staleness} samples while the learner learns, which takes processes that only sample; "
             "start several with torchrun and fewer train.learners, or set train.staleness=0"
         )
-    against_behaviour = algorithm.loss != "reinforce" and algorithm.loss_mask
-    corrected = config.algorithm.correction != "off" or algorithm.loss == "decoupled_ppo"
-    if not corrected and (staleness > 1 or not against_behaviour):
+    algorithm = config.algorithm.resolved()
+    if staleness > algorithm.tolerated_staleness:
         raise ConfigError(
             f"train.staleness={staleness} trains on tokens of earlier weights, and algorithm.loss={algorithm.loss} "
             "does not correct that here; set algorithm.correction to tis or icepop, or algorithm.loss to decoupled_ppo"

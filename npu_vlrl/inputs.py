@@ -1,8 +1,9 @@
 """Fingerprints of what a run reads besides its configuration, so that a resumed run goes on with the same.
 
 `inputs.json` in the run folder holds the SHA-256 of each file: of the model folder, of the data, of the warm start, and
-of the user's rewards, tools and games with the modules that they import. Every file is read as a whole, since its time
-and size say nothing about its content, several at a time; loading the model then finds its files in memory.
+of the user's rewards, tools, games and parts of the algorithm with the modules that they import. Every file is read as
+a whole, since its time and size say nothing about its content, several at a time; loading the model then finds its
+files in memory.
 
 Not seen are files that a user's function opens by itself, and pictures that rows name by a path.
 """
@@ -207,10 +208,12 @@ def data_files(path: Path) -> Files:
 
 
 def code_files(config: Config) -> Files:
-    """Files that rewards, tools, environment and workflow are made of, as far as these are the user's own."""
-    environment = config.environment
+    """The user's own files that rewards, tools, environment, workflow and algorithm are made of."""
+    environment, algorithm = config.environment, config.algorithm
     settings = [config.reward.rule, config.reward.options, list(config.workflow.tools)]
     settings += [environment.name, environment.options, config.workflow.name, config.workflow.options]
+    settings += [[algorithm.advantage, algorithm.advantage_options], [algorithm.loss, algorithm.loss_options]]
+    settings += [algorithm.group_reward, algorithm.group_reward_options]
     found: Files = {}
     for text in _strings(settings):
         name = text.rpartition(":")[0] if is_spec(text) else text

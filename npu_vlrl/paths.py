@@ -29,6 +29,9 @@ def rooted(config: Config) -> Config:
             update={"name": _rooted(config.workflow.name), "tools": _rooted(config.workflow.tools)}
         ),
         "environment": config.environment.model_copy(update={"name": _rooted(config.environment.name)}),
+        "algorithm": config.algorithm.model_copy(
+            update={key: _rooted(getattr(config.algorithm, key)) for key in ("advantage", "loss", "group_reward")}
+        ),
         "reward": config.reward.model_copy(
             update={"rule": _rooted(config.reward.rule), "options": _rooted(config.reward.options)}
         ),

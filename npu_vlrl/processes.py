@@ -15,6 +15,7 @@ import torch
 
 from npu_vlrl import kernels
 from npu_vlrl.config import Config, ConfigError
+from npu_vlrl.disk import sha256
 from npu_vlrl.engines import remote
 from npu_vlrl.engines.asynchronous import AsyncEngine
 from npu_vlrl.engines.base import RoundEngine
@@ -22,17 +23,17 @@ from npu_vlrl.engines.kind import Placement, engine_kind
 from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer, weights_from_disk
 from npu_vlrl.hardware import Platform, select
-from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.group import follow
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.shard import ShardedPolicy
-from npu_vlrl.learner.trainer import Learner
+from npu_vlrl.learner.trainer import Learner, LearnerError
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.network.world import PeerError, World, join, leave, own_device, started_processes
 from npu_vlrl.sync import disk
 from npu_vlrl.types import DataError
+from npu_vlrl.userfile import is_spec
 
 
 def run_engine(config: Config) -> None:
@@ -95,13 +96,13 @@ def receiver(config: Config) -> Duties:
 def new_learner(config: Config, platform: Platform, ranks: Ranks, policy: Policy, vision: VisionFeatures) -> Learner:
     """One rank's; it begins with the policy of rank 0."""
     gc.collect()  # one of before: what FSDP makes of modules refers to itself
+    _check_own_loss(config, ranks)
     ranks.share(policy.trainable().values())
     divide = partial(ShardedPolicy, ranks=ranks, offload=config.train.offload) if config.train.shard else None
     return Learner(
         policy,
         vision,
         config.algorithm,
-        resolve(config.algorithm),
         config.optim,
         config.rollout.temperature,
         config.train.steps,
@@ -110,6 +111,16 @@ def new_learner(config: Config, platform: Platform, ranks: Ranks, policy: Policy
         platform,
         divide,
     )
+
+
+def _check_own_loss(config: Config, ranks: Ranks) -> None:
+    """Raises LearnerError where a loss from the user's own file is not the same file on every rank."""
+    name = config.algorithm.loss
+    if name is None or not is_spec(name):
+        return
+    file = Path(name.rpartition(":")[0]).expanduser().absolute()
+    if not ranks.agree(int(sha256(file)[:15], 16)):
+        raise LearnerError(f"algorithm.loss: {file} differs between machines; put the same file there for all learners")
 
 
 def learners(config: Config) -> int:

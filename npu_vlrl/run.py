@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from npu_vlrl.algorithms import GroupRewards
+from npu_vlrl.algorithms.selection import has_spread
 from npu_vlrl.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
@@ -33,7 +35,7 @@ from npu_vlrl.rollout.probe import Probe
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
 from npu_vlrl.types import Sample, Trajectory
-from npu_vlrl.workflow.export import equal, export
+from npu_vlrl.workflow.export import export, outcome
 from npu_vlrl.workflow.rewards import lowest_reward
 
 
@@ -51,6 +53,11 @@ class Run:
             self.inputs.check()
         self.parts: Parts = build(absolute, self.folder.path, cleanup, draws)
         self.folder.format = self.parts.format
+        workflow = config.workflow
+        self.group_rewards = GroupRewards(
+            absolute.algorithm.reward_of_groups,
+            lambda trajectory: outcome(trajectory, workflow.reward_mode, workflow.turn_discount),
+        )
         self.console = ConsoleReport(config.train.steps, config.run.log_every)
         self.sinks = cleanup.enter_context(Sinks(config.run.sinks, self._opening, self.console.line))
         self.folder.begin()
@@ -139,19 +146,14 @@ class Run:
             parts.train_sampling,
             config.rollout.max_failed_share,
             self.has_spread,
-            self._extra_groups,
+            self.config.algorithm.selection.extra_groups,
         )
         schedule = Schedule(config.rollout.groups, config.train.staleness, config.train.steps, step)
         return Stream(episodes, parts.train_tasks, schedule, parts.world.enter_thread)
 
-    @property
-    def _extra_groups(self) -> int:
-        return self.config.algorithm.max_extra_groups if self.parts.algorithm.dynamic_sampling else 0
-
     def has_spread(self, group: Sequence[Trajectory]) -> bool:
         """Whether the outcomes of a group differ."""
-        outcomes = [sample.outcome for sample in self.export(group)]
-        return bool(outcomes) and not equal(min(outcomes), max(outcomes))
+        return has_spread(self.export(group))
 
     async def rollout(self, step: int) -> Rollout:
         """Plays the groups of a step."""
@@ -166,15 +168,16 @@ class Run:
             f"step{step}",
             config.rollout.max_failed_share,
             self.has_spread,
-            self._extra_groups,
+            self.config.algorithm.selection.extra_groups,
         )
         parts.engine.sleep()  # the learner needs the memory now
         return played
 
     def export(self, trajectories: Sequence[Trajectory]) -> list[Sample]:
+        """Samples of whole groups, with what each group earns together."""
         workflow = self.config.workflow
         return export(
-            trajectories,
+            self.group_rewards.added(trajectories),
             workflow.export_style,
             workflow.reward_mode,
             workflow.turn_discount,

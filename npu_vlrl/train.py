@@ -10,7 +10,6 @@ from typing import Any
 
 from npu_vlrl.config import Config
 from npu_vlrl.interrupt import CtrlC, Interrupted
-from npu_vlrl.learner.algorithm import assign_advantages, most_varied
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.network.world import is_engine
 from npu_vlrl.processes import run_engine
@@ -84,6 +83,8 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
 
 def learn(run: Run, learner: LearnerGroup, step: int, rollout: Rollout) -> tuple[list[Sample], dict[str, float]]:
     """Trains on the groups of a step; returns the samples with their advantages, and metrics."""
-    exported = most_varied(run.export(rollout.trajectories), run.config.algorithm.keep_groups)
-    samples = assign_advantages(learner.score(exported), run.parts.algorithm)
-    return samples, learner.step(samples, step, note=run.records(step))
+    algorithm = run.config.algorithm
+    chosen = algorithm.selection.select(run.export(rollout.trajectories))
+    samples, metrics = algorithm.with_credit(learner.score(chosen))
+    metrics |= run.group_rewards.metrics(rollout.trajectories)
+    return samples, learner.step(samples, step, note=run.records(step)) | metrics

@@ -10,7 +10,6 @@ from npu_vlrl.acceptance.models import LAYERS, samples_of, shallow
 from npu_vlrl.acceptance.worker import Failed, Machine, NotTried
 from npu_vlrl.config import AlgorithmConfig, OptimConfig
 from npu_vlrl.estimate.memory import MemoryModel, Pass
-from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.vision import VisionFeatures
 
@@ -69,7 +68,7 @@ def estimate(machine: Machine, model: str) -> dict[str, Any]:
     algorithm = AlgorithmConfig(kl_coef=0.0)
     optim = OptimConfig(micro_batch_tokens=count * length)
     vision = VisionFeatures(policy, None, 0)
-    learner = Learner(policy, vision, algorithm, resolve(algorithm), optim, 1.0, 1, platform=machine.platform)
+    learner = Learner(policy, vision, algorithm, optim, 1.0, 1, platform=machine.platform)
     samples = samples_of(policy, count, length, sampled)
     losses = [learner.supervise(samples, lr=1e-4) for _ in range(2)]
     work = Pass(count * length, count * length, count * length * (length + 1) // 2, count * sampled)

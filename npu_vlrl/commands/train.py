@@ -36,11 +36,9 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> None:
-    from npu_vlrl.learner.algorithm import resolve
-
     config = load(options)
     given = config.algorithm
-    filled = {key: value for key, value in vars(resolve(given)).items() if getattr(given, key) is None}
+    filled = {key: value for key, value in given.resolved() if getattr(given, key) is None}
     print(dump_config(config), end="")
     for key, value in filled.items():
         if value is not None:  # the estimator has no such setting

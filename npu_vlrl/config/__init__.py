@@ -1,6 +1,6 @@
 """The configuration: `schema.py` is what there is, with `training.py`; `file.py` reads and writes it."""
 
-from npu_vlrl.config.base import ConfigError
+from npu_vlrl.algorithms import AlgorithmConfig
 from npu_vlrl.config.file import dump_config, load_config, sections
 from npu_vlrl.config.schema import (
     ColumnsConfig,
@@ -11,7 +11,8 @@ from npu_vlrl.config.schema import (
     SourceConfig,
     WorkflowConfig,
 )
-from npu_vlrl.config.training import AlgorithmConfig, CriticConfig, OptimConfig
+from npu_vlrl.config.training import CriticConfig, OptimConfig
+from npu_vlrl.fields import ConfigError
 
 __all__ = [
     "AlgorithmConfig",

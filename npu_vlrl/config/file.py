@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
-from npu_vlrl.config.base import ConfigError, Section
 from npu_vlrl.config.schema import Config
+from npu_vlrl.fields import ConfigError, Section
 
 OPTIONS_OF = ("name", "rule")
 """Keys that name the owner of the `options` beside them: `environment.name`, `workflow.name`, `reward.rule`, a term's

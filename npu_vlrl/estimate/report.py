@@ -20,7 +20,6 @@ from npu_vlrl.estimate.timing import (
 )
 from npu_vlrl.estimate.workload import Episode, largest_episode, passes, plan_of, played
 from npu_vlrl.hardware import HardwareError, Peak, Platform, published, select
-from npu_vlrl.learner.algorithm import resolve
 
 REMEDIES = {
     "masters": "model.freeze_vision=true, or model.lora.rank=16, or train.shard=true over several learners",
@@ -158,9 +157,7 @@ def _roles(
 
 def _scorings(config: Config) -> int:
     """Passes without gradients before an update: for the KL reference, a critic, a proximal policy."""
-    algorithm = resolve(config.algorithm)
-    anchored = algorithm.loss == "decoupled_ppo" or config.algorithm.correction != "off" or not algorithm.loss_mask
-    return bool(algorithm.kl_coef) + algorithm.needs_critic + anchored
+    return len(config.algorithm.needs)
 
 
 def lines(found: Estimate, processes: int) -> Iterator[str]:

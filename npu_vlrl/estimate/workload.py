@@ -10,7 +10,6 @@ from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.engines.inprocess.engine import PREFILL_TOKENS
 from npu_vlrl.estimate.memory import Pass, Plan, Rollout
-from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.types import Image, ImageInput
 
 TEXT = 256
@@ -125,13 +124,12 @@ def _patches(image: ImageInput | None) -> int:
 
 def plan_of(config: Config, learners: int) -> Plan:
     """`learners`: how many processes learn; 0 for a process that only samples."""
-    algorithm = resolve(config.algorithm)
     return Plan(
         learners,
         shard=config.train.shard and learners > 0,
         offload=config.train.offload,
-        reference=bool(algorithm.kl_coef),
-        separate_critic=algorithm.needs_critic and config.critic.backbone == "separate",
+        reference=config.algorithm.needs_reference,
+        separate_critic=config.algorithm.needs_critic and config.critic.backbone == "separate",
         feature_bytes=config.rollout.feature_cache_mib * 2**20,
         cache_bytes=config.rollout.cache_mib * 2**20,
     )

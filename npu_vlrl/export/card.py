@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from npu_vlrl.config import Config, SourceConfig
-from npu_vlrl.learner.algorithm import resolve
 
 FRONT_MATTER = """\
 ---
@@ -150,12 +149,13 @@ def _facts(config: Config, source: Source, step: int, summary: Mapping[str, Any]
 
 
 def _method(config: Config, source: Source, step: int) -> Iterator[tuple[str, Any]]:
-    algorithm, rollout, lora = resolve(config.algorithm), config.rollout, config.model.lora
+    algorithm, rollout, lora = config.algorithm.resolved(), config.rollout, config.model.lora
     yield "base model", _short(config.model.path)
     yield "steps", f"{step} of {config.train.steps}"
     if config.warm_start.steps:
         yield "warm start", f"{config.warm_start.steps} supervised steps before them"
-    yield "algorithm", f"{config.algorithm.preset} (advantage {algorithm.advantage}, loss {algorithm.loss})"
+    chosen = f"advantage {_short(str(algorithm.advantage))}, loss {_short(str(algorithm.loss))}"
+    yield "algorithm", f"{algorithm.preset} ({chosen})"
     yield (
         "trajectories a step",
         f"{rollout.groups} groups of {rollout.group_size}, at temperature {rollout.temperature}",

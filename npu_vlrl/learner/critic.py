@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from npu_vlrl.algorithms.value import value_loss
 from npu_vlrl.config import CriticConfig, OptimConfig
-from npu_vlrl.learner.loss import value_loss
 from npu_vlrl.learner.optimizer import new_optimizer, step_or_skip
 from npu_vlrl.learner.pack import MicroBatch
 from npu_vlrl.model.policy import Policy
@@ -68,7 +68,7 @@ class Critic:
         assert batch.values_N is not None, "the samples were not scored by the critic"
         values = self._values(hidden_NH[at])
         weights = torch.full_like(values, 1 / max(1, states))
-        return value_loss(values, batch.values_N[at], batch.returns_N[at], weights, self.config.value_clip)
+        return value_loss(values, batch.values_N[at], batch.returns_N[at], weights, self.config)
 
     def apply(self, skip: bool, add: Callable[[Tensor], Tensor]) -> float | None:
         """See `step_or_skip`."""

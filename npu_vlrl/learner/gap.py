@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from npu_vlrl.config import AlgorithmConfig
-from npu_vlrl.learner.loss.metrics import Metrics, reduce_metrics
+from npu_vlrl.algorithms import AlgorithmConfig
+from npu_vlrl.algorithms.metrics import Metrics, reduce_metrics
 
 
 class LearnerError(RuntimeError):

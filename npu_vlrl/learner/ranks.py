@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from npu_vlrl.learner.loss.metrics import Metrics
+from npu_vlrl.algorithms.metrics import Metrics
 from npu_vlrl.learner.optimizer import divided, stepped
 from npu_vlrl.types import Sample
 
@@ -37,10 +37,11 @@ class Ranks:
 
     def have_the_same(self, samples: Sequence[Sample]) -> bool:
         """Whether every rank was given these samples, with these advantages."""
-        if self.size == 1:
-            return True
-        number = torch.tensor(_number(samples), dtype=torch.int64)
-        return len({int(other) for other in self.gather(number)}) == 1
+        return self.size == 1 or self.agree(_number(samples))
+
+    def agree(self, number: int) -> bool:
+        """Whether every rank has this number, of up to 63 bits."""
+        return len({int(other) for other in self.gather(torch.tensor(number, dtype=torch.int64))}) == 1
 
     def sum(self, values: Tensor) -> Tensor:
         """The sums over all ranks of a tensor of the host, the same bits on each; NaN stays."""

@@ -12,13 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
+from npu_vlrl.algorithms import AlgorithmConfig
+from npu_vlrl.algorithms.aggregation import token_weights
+from npu_vlrl.algorithms.component import SCORES
+from npu_vlrl.algorithms.metrics import reduce_metrics
+from npu_vlrl.algorithms.policy_loss import policy_loss
+from npu_vlrl.algorithms.value import reduce_value_metrics
+from npu_vlrl.config import CriticConfig, OptimConfig
 from npu_vlrl.hardware import Platform, select
 from npu_vlrl.kernels.table import op
-from npu_vlrl.learner.algorithm import Algorithm
 from npu_vlrl.learner.critic import Critic, backbone
 from npu_vlrl.learner.gap import LearnerError, allowed_gap, check_gap, logprob_gap
-from npu_vlrl.learner.loss import policy_loss, reduce_metrics, reduce_value_metrics, token_weights
 from npu_vlrl.learner.meter import Meter
 from npu_vlrl.learner.optimizer import new_optimizer, step_or_skip
 from npu_vlrl.learner.pack import MicroBatch, batches_of_rank
@@ -42,8 +46,7 @@ class Learner:
         self,
         policy: Policy,
         vision: VisionFeatures,
-        config: AlgorithmConfig,
-        algorithm: Algorithm,
+        algorithm: AlgorithmConfig,
         optim: OptimConfig,
         temperature: float,
         total_steps: int,
@@ -62,13 +65,14 @@ class Learner:
         self.policy: Policy = divide(policy.copy()) if divide else policy
         own: Callable[[Policy], Policy] = divide or (lambda made: made)
         self.vision = vision
-        self.config = config
-        self.algorithm = algorithm
+        self.algorithm = algorithm = algorithm.resolved()
+        self._terms, self._weights = algorithm.policy_terms(), algorithm.weights
+        self._needs, self._with_observations = algorithm.needs, algorithm.with_observations
         self.optim = optim
         self.ranks = ranks or Ranks()
         self.meter = Meter(platform or select(), self.ranks, optim.micro_batch_tokens)
         self.temperature = temperature
-        self._in_step = config.updates * config.epochs
+        self._in_step = algorithm.updates * algorithm.epochs
         self.total_updates = total_steps * self._in_step
         self.updates = 0
         self.skipped: list[str] = []
@@ -80,9 +84,9 @@ class Learner:
         self.optimizer = new_optimizer(self.parameters, optim)
         self.reference: Policy | None = None
         self._reference_vision = vision
-        if algorithm.kl_coef and policy.has_adapter:
+        if algorithm.needs_reference and policy.has_adapter:
             self.reference = self.policy
-        elif algorithm.kl_coef:
+        elif algorithm.needs_reference:
             copied = policy.copy()
             copied.model.requires_grad_(False).eval()
             self.reference = own(copied)
@@ -101,7 +105,7 @@ class Learner:
         """
         self._check_ranks(samples)
         self.policy.model.train()
-        if self.algorithm.with_observations:
+        if self._with_observations:
             samples = [replace(sample, with_observations=True) for sample in samples]
         asked = self._asked()
         if not asked or not samples:
@@ -139,12 +143,12 @@ class Learner:
         if any(getattr(sample.scores, name) is None for sample in samples for name in self._asked()):
             samples = self.score(samples)
         groups = list(dict.fromkeys(sample.group for sample in samples))
-        parts = [set(groups[i :: self.config.updates]) for i in range(self.config.updates)]
+        parts = [set(groups[i :: self.algorithm.updates]) for i in range(self.algorithm.updates)]
         metrics: Metrics = []
         critic: Metrics = []
         extra: dict[str, float] = {"skipped_updates": 0.0}
         self._notes = PerToken(samples, 2) if note else None
-        for _ in range(self.config.epochs):
+        for _ in range(self.algorithm.epochs):
             for part in parts:
                 chosen = [sample for sample in samples if sample.group in part]
                 if not chosen:
@@ -225,7 +229,7 @@ class Learner:
         metrics, critic_metrics = self.ranks.gather_metrics(metrics), self.ranks.gather_metrics(critic_metrics)
         if first:
             try:
-                check_gap(metrics, allowed_gap(self.config, self.policy.dtype))
+                check_gap(metrics, allowed_gap(self.algorithm, self.policy.dtype))
             except LearnerError:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.policy.model.zero_grad(set_to_none=True)
@@ -258,38 +262,21 @@ class Learner:
         if self._notes is not None:
             self._notes.add(batch, torch.stack([logprobs_N, entropy_N]))
         # without observations every scored token is trained, and nothing needs to be picked
-        pick = batch.sampled_N if algorithm.with_observations and algorithm.loss_mask else slice(None)
+        pick = batch.sampled_N if self._with_observations and algorithm.loss_mask else slice(None)
         n_samples = len(batch.sample_ids)
         sample_N = batch.sample_N[pick]
-        weights_N = token_weights(
-            sample_N,
-            n_samples,
-            torch.bincount(sample_N, minlength=n_samples),
-            algorithm.aggregation,
-            global_tokens=tokens,
-            global_samples=samples,
-            constant=self.config.loss_constant,
-        )
+        trained_S = torch.bincount(sample_N, minlength=n_samples).to(torch.float32)
         loss, metrics = policy_loss(
             logprobs_N[pick],
             entropy_N[pick],
             batch.behaviour_N[pick],
             batch.advantages_N[pick],
-            weights_N,
-            loss=algorithm.loss,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
+            token_weights(self._weights, sample_N, trained_S, tokens, samples),
+            self._terms,
             sample_N=sample_N,
             n_samples=n_samples,
             proximal_N=None if batch.proximal_N is None else batch.proximal_N[pick],
-            correction=self.config.correction,
-            correction_low=self.config.correction_low,
-            correction_high=self.config.correction_high,
             reference_N=None if batch.reference_N is None else batch.reference_N[pick],
-            kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
-            kl_kind=algorithm.kl_kind,
-            entropy_coef=self.config.entropy_coef,
             sampled_N=batch.sampled_N[pick],
             current_N=batch.is_of(version)[pick],
         )
@@ -353,7 +340,7 @@ class Learner:
 
         self.meter.head(policy, len(batch.target_ids_N))
 
-        if not self.algorithm.with_observations:
+        if not self._with_observations:
             return of(slice(None), policy.forbidden_V)
         sampled, said = of(batch.sampled_N, policy.forbidden_V), of(~batch.sampled_N, None)
         order = torch.cat([batch.sampled_N.nonzero(), (~batch.sampled_N).nonzero()])[:, 0].argsort()
@@ -366,13 +353,7 @@ class Learner:
 
     def _asked(self) -> list[str]:
         """Names of the `Scores` that the algorithm needs."""
-        anchored = self.algorithm.loss == "decoupled_ppo" or self.config.correction != "off"
-        asked = {
-            "proximal_N": anchored or not self.algorithm.loss_mask,
-            "reference_N": self.reference is not None,
-            "values_N": self.critic is not None,
-        }
-        return [name for name, wanted in asked.items() if wanted]
+        return [name for name in SCORES if name in self._needs]
 
     @torch.no_grad()
     def _scores(self, batch: MicroBatch) -> Tensor:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from npu_vlrl.algorithms.equality import equal
 from npu_vlrl.config import WorkflowConfig
 from npu_vlrl.report.verdicts import disagrees
 from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Trajectory, Turn
-from npu_vlrl.workflow.export import equal, outcome
+from npu_vlrl.workflow.export import outcome
 
 FIRST_TURNS = 8
 """Turns whose lengths are told one by one: an episode of a game may have a hundred."""

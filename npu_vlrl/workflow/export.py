@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from npu_vlrl.config import ConfigError
 from npu_vlrl.types import Sample, SegmentKind, Trajectory
 
 ExportStyle = Literal["concat", "individual"]
 RewardMode = Literal["best", "last", "sum"]
-
-RELATIVE, ABSOLUTE = 1e-9, 1e-12
-"""Rewards that are as close to each other are equal: a sum of a million terms is rounded by less."""
 
 
 def trajectory_reward(
@@ -40,13 +35,6 @@ def trajectory_reward(
         return math.fsum(terms)
     except OverflowError:  # then it is infinite, and refused by whoever reads it
         return sum(terms)
-
-
-def equal(lowest: Any, highest: Any) -> Any:
-    """Whether rewards between these differ by rounding at most, as sums of the same terms in another order do: by less
-    than `RELATIVE` of the larger, or `ABSOLUTE`. Numbers or arrays.
-    """
-    return highest - lowest <= RELATIVE * np.maximum(np.abs(lowest), np.abs(highest)) + ABSOLUTE
 
 
 def pays_for_failing(mode: RewardMode, discount: float, lowest: float) -> bool:

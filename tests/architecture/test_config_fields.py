@@ -1,4 +1,7 @@
-"""A configuration key that nobody reads is a promise that nobody keeps."""
+"""A configuration key that nobody reads is a promise that nobody keeps.
+
+Components (`npu_vlrl/algorithms/`) read their options from `options` or `self`, or take them by name as parameters.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import npu_vlrl
 from npu_vlrl.config import sections
 
 PACKAGE = Path(npu_vlrl.__file__).parent
+COMPONENTS = ("algorithms", "advantages", "losses")
+"""Folders whose functions are given their options."""
 
 
 def reads(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
@@ -20,6 +25,10 @@ def reads(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
                 base = node.value
                 name = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
                 yield name, node.attr
+                if file.parent.name in COMPONENTS and name in ("options", "self", "here"):
+                    yield "config", node.attr
+            elif isinstance(node, ast.FunctionDef) and file.parent.name in COMPONENTS:
+                yield from (("config", argument.arg) for argument in node.args.args)
 
 
 def properties(file: Path) -> dict[str, set[str]]:
@@ -67,6 +76,20 @@ def test_a_key_that_nobody_reads_is_found(tmp_path: Path) -> None:
         "    config.train.written = 1\n"
         "    return config.train.steps, config.train.budget, clock.seconds\n"
     )
-    words = ["steps", "minutes", "hours", "days", "seconds", "written", "never"]
+    (tmp_path / "algorithms").mkdir()
+    (tmp_path / "algorithms" / "x.py").write_text(
+        "class Options:\n    unread: float = 1.0\n"
+        "def f(rewards, alpha): return rewards.gamma\n"
+        "def g(tokens, options): return options.beta\n"
+    )
+    words = ["steps", "minutes", "alpha", "beta", "hours", "days", "seconds", "written", "never", "gamma", "unread"]
     dead = dead_keys([f"train.{word}" for word in words], tmp_path)
-    assert dead == ["train.hours", "train.days", "train.seconds", "train.written", "train.never"]
+    assert dead == [
+        "train.hours",
+        "train.days",
+        "train.seconds",
+        "train.written",
+        "train.never",
+        "train.gamma",
+        "train.unread",
+    ]

@@ -16,13 +16,19 @@ import npu_vlrl
 PACKAGE = Path(npu_vlrl.__file__).parent
 
 ROOMS = [
-    *("types", "registry", "config", "disk", "hardware", "kernels", "data", "model", "network", "sync", "engines"),
-    *("workflow", "tasks"),
+    *("types", "registry", "fields", "userfile", "algorithms", "config", "disk"),
+    *("hardware", "kernels", "data", "model", "network", "sync", "engines", "workflow", "tasks"),
     *("rollout", "learner", "report"),
 ]
 """A room imports itself and earlier ones; everything that is not listed is the top floor and imports all of them."""
 
-ONLY = {"__init__": set(), "types": set(), "registry": set(), "config": {"types", "registry"}, "disk": set()}
+ONLY = {
+    **{"__init__": set(), "types": set(), "registry": set(), "fields": {"types"}, "userfile": set(), "disk": set()},
+    **{
+        "algorithms": {"types", "fields", "userfile"},
+        "config": {"types", "registry", "fields", "userfile", "algorithms"},
+    },
+}
 
 VENDOR_ROOMS = ("hardware", "kernels")
 VENDOR = re.compile(r"(cuda|npu|nccl|hccl|torch_npu|torch\.cuda|torch\.npu)([:,.].*)?", re.IGNORECASE | re.DOTALL)

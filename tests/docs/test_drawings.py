@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npu_vlrl.learner.advantage.dr_grpo import dr_grpo
-from npu_vlrl.learner.advantage.gigpo import gigpo
-from npu_vlrl.learner.advantage.tokens import Tokens, backward_sums, next_in_run
-from npu_vlrl.learner.advantage.turn_gae import turn_advantages
-from npu_vlrl.learner.advantage.turns import Turns
+from npu_vlrl.algorithms.advantages.dr_grpo import dr_grpo
+from npu_vlrl.algorithms.advantages.gigpo import gigpo
+from npu_vlrl.algorithms.advantages.tokens import Tokens, backward_sums, next_in_run
+from npu_vlrl.algorithms.advantages.turn_gae import turn_advantages
+from npu_vlrl.algorithms.advantages.turns import Turns
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPT = runpy.run_path(str(DOCS / "make" / "drawings.py"))

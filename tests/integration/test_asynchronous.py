@@ -20,7 +20,6 @@ import pytest
 from npu_vlrl.build import check_asynchronous
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.interrupt import SAME_S, CtrlC
-from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.checkpoint import latest
 from tests.support.program import program
 from tests.support.ranks import PATIENCE_S, Process, finish, fork, log, said
@@ -261,7 +260,7 @@ def test_what_may_be_asynchronous(
     config = small(tmp_path, **settings)
     monkeypatch.setenv("WORLD_SIZE", "2")
     if accepted:
-        check_asynchronous(config, resolve(config.algorithm))
+        check_asynchronous(config)
         return
     with pytest.raises(ConfigError, match="train.staleness=[12] (samples|trains)"):
-        check_asynchronous(config, resolve(config.algorithm))
+        check_asynchronous(config)

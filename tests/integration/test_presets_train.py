@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from npu_vlrl.config import AlgorithmConfig, load_config
-from npu_vlrl.learner.presets import PRESETS
+from npu_vlrl.algorithms import LOSSES
+from npu_vlrl.algorithms.presets import PRESETS
+from npu_vlrl.config import load_config
 from npu_vlrl.train import train
 from tests.support.learning import tiny_folder
 
 torch.set_num_threads(1)
 
 CONFIG = Path(__file__).parents[2] / "configs" / "frozenlake_tiny.yaml"
-LOSSES = list(get_args(get_args(AlgorithmConfig.model_fields["loss"].annotation)[0]))
 
 SMALL = (
     "rollout.groups=2",

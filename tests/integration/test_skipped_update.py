@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_vlrl import train as train_module
-from npu_vlrl.learner.algorithm import Algorithm, assign_advantages
+from npu_vlrl.algorithms import AlgorithmConfig
 from npu_vlrl.train import train
 from npu_vlrl.types import Sample
 from tests.support.learning import with_advantage
@@ -18,12 +17,13 @@ def test_a_skipped_update_is_told_once(
     """The second of three steps gets one advantage that is NaN; the run is then resumed for a fourth."""
     calls = []
 
-    def spoiled(samples: list[Sample], algorithm: Algorithm) -> list[Sample]:
-        good = assign_advantages(samples, algorithm)
+    def spoiled(algorithm: AlgorithmConfig, samples: list[Sample]) -> tuple[list[Sample], dict[str, float]]:
+        good, metrics = with_credit(algorithm, samples)
         calls.append(good[0].id)
-        return [with_advantage(good[0], float("nan")), *good[1:]] if len(calls) == 2 else good
+        return ([with_advantage(good[0], float("nan")), *good[1:]] if len(calls) == 2 else good), metrics
 
-    monkeypatch.setattr(train_module, "assign_advantages", spoiled)
+    with_credit = AlgorithmConfig.with_credit
+    monkeypatch.setattr(AlgorithmConfig, "with_credit", spoiled)
     train(small_config(tmp_path / "run", train__steps=3))
     shown = capsys.readouterr().out
     assert shown.count("update skipped") == 1

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.learner.advantage.dr_grpo import dr_grpo
-from npu_vlrl.learner.advantage.grpo import grpo
-from npu_vlrl.learner.advantage.rloo import rloo
+from npu_vlrl.algorithms.advantages.dr_grpo import dr_grpo
+from npu_vlrl.algorithms.advantages.grpo import grpo
+from npu_vlrl.algorithms.advantages.rloo import rloo
 
 Estimator = Callable[[np.ndarray, Sequence[str]], np.ndarray]
 BATCH = partial(grpo, advantage_std="batch")

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from npu_vlrl.algorithms.advantages.batch import AdvantageBatch
+from npu_vlrl.algorithms.selection import most_varied
 from npu_vlrl.config import AlgorithmConfig
-from npu_vlrl.learner.advantage.batch import Batch
-from npu_vlrl.learner.algorithm import assign_advantages, most_varied, resolve
 from npu_vlrl.types import Sample, Scores, Segment, SegmentKind, SpecialTokens, StopReason
+from tests.support.learning import assign_advantages
 
 SPECIAL = SpecialTokens((9,))
 
@@ -33,9 +34,9 @@ OTHER = Sample("g/1", "g", (PROMPT, action(1, 1.0)), (1,), 1.0, 1.0, "g/1", stat
 WIDE = replace(CONCAT, with_observations=True)
 
 
-def batch(*samples: Sample, earned: list[float] | None = None) -> Batch:
+def batch(*samples: Sample, earned: list[float] | None = None) -> AdvantageBatch:
     count = sum(sample.n_scored for sample in samples)
-    return Batch(samples, np.array(earned if earned is not None else [0.0] * count, dtype=np.float64))
+    return AdvantageBatch(samples, np.array(earned if earned is not None else [0.0] * count, dtype=np.float64))
 
 
 @pytest.mark.parametrize("samples", [[CONCAT, OTHER], [*APART, OTHER]])
@@ -67,11 +68,11 @@ def test_turns_and_what_tokens_earned_by_themselves() -> None:
     assert turns.outcomes_K.tolist() == [-0.5, -0.5, 1.0]
     assert batch(CONCAT, OTHER, earned=[0, -1, 0, 0, -2, 0]).rewards().tolist() == [-0.5, 1.0]
     assert batch(*APART).turns().index_K.tolist() == [0, 1]
-    assert batch(WIDE).on_tokens(np.array([1.0, 2.0])).tolist() == [1, 1, 1, 2, 2, 2, 2]
+    assert batch(WIDE).on_turns(np.array([1.0, 2.0])).tolist() == [1, 1, 1, 2, 2, 2, 2]
 
 
 def assigned(samples: list[Sample], **settings: Any) -> list[list[float]]:
-    made = assign_advantages(samples, resolve(AlgorithmConfig(**settings)))
+    made = assign_advantages(samples, AlgorithmConfig(**settings))
     assert all(sample.credit is not None and len(sample.credit.advantages_N) == sample.n_scored for sample in made)
     return [sample.credit.advantages_N.tolist() for sample in made if sample.credit is not None]
 
@@ -89,7 +90,7 @@ def test_states_that_nobody_knows() -> None:
 
 
 def test_the_mean_advantage_of_each_turn() -> None:
-    made = assign_advantages([WIDE, OTHER], resolve(AlgorithmConfig(preset="rico_grpo", kl_coef=0.0)))
+    made = assign_advantages([WIDE, OTHER], AlgorithmConfig(preset="rico_grpo", kl_coef=0.0))
     half = 0.75 / (1.5 / 2**0.5 + 1e-6)
     assert made[0].turn_advantages == pytest.approx([half, half]) and made[1].turn_advantages == pytest.approx([-half])
     assert CONCAT.turn_advantages == []
@@ -99,7 +100,7 @@ def test_a_kl_penalty_in_the_reward() -> None:
     reference = np.array([-0.5, -2.0, -1.5, -0.5, -1.0], np.float32)
     scored = replace(CONCAT, scores=Scores(reference_N=reference))
     settings: dict[str, Any] = {"advantage": "reinforce_pp", "kl_coef": 0.5, "kl_kind": "k1", "kl_in": "reward"}
-    made = assign_advantages([scored], resolve(AlgorithmConfig(**settings, token_discount=1.0)))
+    made = assign_advantages([scored], AlgorithmConfig(**settings, token_discount=1.0))
     assert made[0].credit is not None
     # the behaviour's log-probability of token 1 is 1 above the reference's: it costs 0.5, and so does nothing else
     assert made[0].credit.returns_N.tolist() == [2.0, 2.0, 2.5, 2.0, 2.0]
@@ -115,7 +116,7 @@ def test_a_last_turn_that_was_cut_still_earns_its_reward() -> None:
     scored = replace(cut, scores=Scores(values_N=np.zeros(5, np.float32), reference_N=None))
     for name in ("gae", "masked_gae", "bi_level_gae", "turn_wise_gae"):
         settings = {"advantage": name, "kl_coef": 0.0, "preset": "trico"}
-        (made,) = assign_advantages([scored], resolve(AlgorithmConfig(**settings)))  # type: ignore[arg-type]
+        (made,) = assign_advantages([scored], AlgorithmConfig(**settings))  # type: ignore[arg-type]
         assert made.credit is not None and made.credit.returns_N[-1] == -1.0
 
 

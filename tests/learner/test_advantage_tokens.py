@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.learner.advantage.gae import gae
-from npu_vlrl.learner.advantage.reinforce_pp import reinforce_pp, reinforce_pp_baseline
-from npu_vlrl.learner.advantage.tokens import Tokens, over
-from npu_vlrl.learner.advantage.turn_gae import bi_level_gae, turn_wise_gae
+from npu_vlrl.algorithms.advantages.gae import gae
+from npu_vlrl.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from npu_vlrl.algorithms.advantages.tokens import Tokens, over
+from npu_vlrl.algorithms.advantages.turn_gae import bi_level_gae, turn_wise_gae
 from npu_vlrl.types import Credit
 
 number = st.floats(-3, 3, allow_nan=False).map(lambda x: round(x, 3))

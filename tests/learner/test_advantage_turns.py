@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_vlrl.learner.advantage.gigpo import gigpo
-from npu_vlrl.learner.advantage.opo import opo
-from npu_vlrl.learner.advantage.turn_grpo import turn_grpo
-from npu_vlrl.learner.advantage.turns import Turns
+from npu_vlrl.algorithms.advantages.gigpo import gigpo
+from npu_vlrl.algorithms.advantages.opo import opo
+from npu_vlrl.algorithms.advantages.turn_grpo import turn_grpo
+from npu_vlrl.algorithms.advantages.turns import Turns
 
 few = settings(max_examples=40, deadline=None)
 number = st.integers(-8, 8).map(lambda x: x / 4)  # sums of them are exact

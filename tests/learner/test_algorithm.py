@@ -1,22 +1,23 @@
 """What the configuration's None means, preset by preset, and rewards to advantages."""
 
+import re
 from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
+from npu_vlrl.algorithms.presets import PRESETS, REMOVED
 from npu_vlrl.config import AlgorithmConfig, ConfigError
-from npu_vlrl.learner.algorithm import Algorithm, assign_advantages, resolve
-from npu_vlrl.learner.presets import PRESETS
 from npu_vlrl.types import Sample, Segment, SegmentKind, SpecialTokens, StopReason
+from tests.support.learning import assign_advantages
 
 SPECIAL = SpecialTokens((9,))
 
 
 def test_presets_are_the_published_settings() -> None:
-    def preset(name: Any) -> Algorithm:
-        return resolve(AlgorithmConfig(preset=name))
+    def preset(name: Any) -> AlgorithmConfig:
+        return AlgorithmConfig(preset=name).resolved()
 
     def some(name: Any, *names: str) -> list[Any]:
         return [getattr(preset(name), key) for key in names]
@@ -43,20 +44,33 @@ def test_presets_are_the_published_settings() -> None:
     assert some("gigpo", "advantage", "state_weight", "turn_discount", "kl_coef") == ["gigpo", 1.0, 0.95, 0.01]
 
 
-def test_an_ablation_differs_from_its_algorithm_in_one_thing() -> None:
-    for name in PRESETS:
-        base, _, component = name.partition("_without_")
-        if component:
-            whole, without = (vars(resolve(AlgorithmConfig(preset=n))) for n in (base, name))  # type: ignore[arg-type]
-            expected = {"bi_level": {"advantage", "turn_discount"}}.get(component, {component})
-            assert {key for key in whole if whole[key] != without[key]} == expected
+ABLATIONS = {
+    "aico_without_loss_mask": {"loss_mask"},
+    "aico_without_advantage_mask": {"advantage_mask"},
+    "trico_without_loss_mask": {"loss_mask"},
+    "trico_without_advantage_mask": {"advantage_mask"},
+    "trico_without_turn_rewards": {"turn_rewards"},
+    "trico_without_bi_level": {"advantage", "turn_discount"},
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_the_override_of_an_ablation_changes_one_thing(name: str) -> None:
+    """The removed preset is an error that says which override to write, and that override is the ablation."""
+    with pytest.raises(ValidationError, match=re.escape(f"the preset {name} is one override of another; write algor")):
+        AlgorithmConfig(preset=name)
+    given = dict(word.removeprefix("algorithm.").split("=") for word in REMOVED[name].split())
+    base, ablated = AlgorithmConfig(preset=given["preset"]).resolved(), AlgorithmConfig(**given).resolved()
+    whole, without = dict(base), dict(ablated)
+    assert {key for key in whole if whole[key] != without[key]} == ABLATIONS[name]
+    assert name.startswith(given["preset"])
 
 
 def test_every_preset_that_the_configuration_offers_resolves() -> None:
     offered = get_args(AlgorithmConfig.model_fields["preset"].annotation)
     assert set(offered) == set(PRESETS)
     for name in offered:
-        resolve(AlgorithmConfig(preset=name))
+        AlgorithmConfig(preset=name).resolved()
     with pytest.raises(ValidationError):
         AlgorithmConfig(preset="pppo")  # type: ignore[arg-type]
 
@@ -79,16 +93,16 @@ def test_every_preset_that_the_configuration_offers_resolves() -> None:
     ],
 )
 def test_what_is_given_goes_before_the_preset(key: str, value: Any) -> None:
-    plain = resolve(AlgorithmConfig(preset="grpo"))
-    changed = resolve(AlgorithmConfig(preset="grpo", **{key: value}))
+    plain = AlgorithmConfig(preset="grpo").resolved()
+    changed = AlgorithmConfig(preset="grpo", **{key: value}).resolved()
     assert getattr(changed, key) == value
-    assert {k: v for k, v in vars(changed).items() if k != key} == {k: v for k, v in vars(plain).items() if k != key}
+    assert {k: v for k, v in changed if k != key} == {k: v for k, v in plain if k != key}
 
 
 def test_another_estimator_than_the_preset_s() -> None:
-    assert resolve(AlgorithmConfig(preset="grpo", advantage="rloo")).advantage_std is None
-    assert resolve(AlgorithmConfig(preset="dr_grpo", advantage="grpo")).advantage_std == "group"
-    assert resolve(AlgorithmConfig(preset="rloo", advantage="grpo", advantage_std="batch")).advantage_std == "batch"
+    assert AlgorithmConfig(preset="grpo", advantage="rloo").resolved().advantage_std is None
+    assert AlgorithmConfig(preset="dr_grpo", advantage="grpo").resolved().advantage_std == "group"
+    assert AlgorithmConfig(preset="rloo", advantage="grpo", advantage_std="batch").resolved().advantage_std == "batch"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +120,7 @@ def test_another_estimator_than_the_preset_s() -> None:
 )
 def test_a_setting_that_the_estimator_does_not_have(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.{key}: the estimator \w+ has no such setting; remove it"):
-        resolve(AlgorithmConfig(**settings))
+        AlgorithmConfig(**settings).resolved()
 
 
 @pytest.mark.parametrize(
@@ -123,23 +137,23 @@ def test_a_setting_that_the_estimator_does_not_have(settings: dict[str, Any], ke
 )
 def test_a_key_without_effect(settings: dict[str, Any], key: str, needed: str) -> None:
     with pytest.raises(ConfigError, match=rf"^algorithm\.{key}: has no effect here; leave it out, or set {needed}$"):
-        resolve(AlgorithmConfig(**settings))
+        AlgorithmConfig(**settings).resolved()
 
 
 def test_a_key_that_something_beside_it_uses() -> None:
-    resolve(AlgorithmConfig(preset="dr_grpo", loss_constant=5.0))
-    resolve(AlgorithmConfig(preset="dapo", max_extra_groups=3))
-    resolve(AlgorithmConfig(loss="cispo", clip_low=1.0, correction="icepop", correction_low=0.7))
+    AlgorithmConfig(preset="dr_grpo", loss_constant=5.0).resolved()
+    AlgorithmConfig(preset="dapo", max_extra_groups=3).resolved()
+    AlgorithmConfig(loss="cispo", clip_low=1.0, correction="icepop", correction_low=0.7).resolved()
 
 
 def test_the_plain_estimator_looks_at_observations_too() -> None:
-    assert resolve(AlgorithmConfig(advantage="gae")).advantage_mask is False
-    assert resolve(AlgorithmConfig(advantage="masked_gae")).advantage_mask is True
-    assert resolve(AlgorithmConfig(advantage="gae", advantage_mask=True)).advantage_mask is True
+    assert AlgorithmConfig(advantage="gae").resolved().advantage_mask is False
+    assert AlgorithmConfig(advantage="masked_gae").resolved().advantage_mask is True
+    assert AlgorithmConfig(advantage="gae", advantage_mask=True).resolved().advantage_mask is True
 
 
 def advantages(samples: list[Sample], **settings: Any) -> list[float]:
-    made = assign_advantages(samples, resolve(AlgorithmConfig(**settings)))
+    made = assign_advantages(samples, AlgorithmConfig(**settings).resolved())
     return [sample.credit.advantages_N[0] for sample in made if sample.credit is not None]
 
 
@@ -151,7 +165,7 @@ def sample(name: str, group: str, reward: float) -> Sample:
 
 def test_advantages_by_hand_keep_samples_and_order() -> None:
     samples = [sample("a/0", "a", 1.0), sample("b/0", "b", 5.0), sample("a/1", "a", 4.0), sample("b/1", "b", 5.0)]
-    found = assign_advantages(samples, resolve(AlgorithmConfig(preset="dr_grpo")))
+    found = assign_advantages(samples, AlgorithmConfig(preset="dr_grpo").resolved())
     assert [s.id for s in found] == ["a/0", "b/0", "a/1", "b/1"]
     assert [s.segments for s in found] == [s.segments for s in samples]
     assert all(s.credit is None for s in samples)
@@ -165,7 +179,7 @@ def test_advantages_by_hand_keep_samples_and_order() -> None:
 def test_a_reward_that_is_not_finite_names_the_sample(reward: float) -> None:
     broken = replace(sample("a/1", "a", 0.0), reward=reward)
     with pytest.raises(ValueError, match="sample a/1 has the reward (nan|inf|-inf)"):
-        assign_advantages([sample("a/0", "a", 1.0), broken], resolve(AlgorithmConfig()))
+        assign_advantages([sample("a/0", "a", 1.0), broken], AlgorithmConfig())
 
 
 @pytest.mark.parametrize(
@@ -177,4 +191,4 @@ def test_a_reward_that_is_not_finite_names_the_sample(reward: float) -> None:
 )
 def test_corrections_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(AlgorithmConfig(**settings))
+        AlgorithmConfig(**settings).resolved()

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
 from npu_vlrl.hardware import select
-from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.checkpoint import CheckpointError
 from npu_vlrl.learner.state import load_learner, save_learner
 from npu_vlrl.learner.trainer import Learner
@@ -24,6 +23,7 @@ from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import export
 from tests.support.learning import (
     SMALL_LORA,
+    assign_advantages,
     load,
     make_learner,
     picture,
@@ -47,7 +47,6 @@ def with_critic(
         loaded.policy,
         VisionFeatures(loaded.policy, loaded.processor, 1 << 24),
         settings,
-        resolve(settings),
         OptimConfig(**({"lr": 1e-3, "micro_batch_tokens": 100} | optim)),
         1.0,
         10,
@@ -267,10 +266,18 @@ def test_a_value_that_is_not_finite_skips_the_critic_s_step_and_is_told() -> Non
     assert set(learner.skipped) == {sample.id for sample in samples}
 
 
-@pytest.mark.parametrize("preset", ["rico_gae", "rico_grpo", "aico_without_loss_mask", "trico_without_advantage_mask"])
-def test_observations_are_scored_where_a_mask_is_off(preset: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preset": "rico_gae"},
+        {"preset": "rico_grpo"},
+        {"preset": "aico", "loss_mask": False},
+        {"preset": "trico", "advantage_mask": False},
+    ],
+)
+def test_observations_are_scored_where_a_mask_is_off(settings: dict[str, Any]) -> None:
     loaded = load()
-    learner = with_critic(loaded, algorithm={"preset": preset, "kl_coef": 0.01})
+    learner = with_critic(loaded, algorithm={**settings, "kl_coef": 0.01})
     made = learner.score(episodes(loaded))
     n = made[0].n_scored
     assert n > made[0].n_trained == 5

@@ -20,14 +20,21 @@ from torch import Tensor, nn
 
 from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
 from npu_vlrl.learner import ranks as ranks_module
-from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.trainer import Learner, LearnerError
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import export
-from tests.support.learning import float64_inside, load, picture, tiny_folder, trajectory, with_advantage
+from tests.support.learning import (
+    assign_advantages,
+    float64_inside,
+    load,
+    picture,
+    tiny_folder,
+    trajectory,
+    with_advantage,
+)
 from tests.support.ranks import fork_here
 
 torch.set_num_threads(1)
@@ -58,7 +65,7 @@ def new_learner(loaded: LoadedModel, name: str, ranks: Ranks | None, **algorithm
     vision = VisionFeatures(loaded.policy, loaded.processor, 1 << 24)
     optim = OptimConfig(lr=1e-3, micro_batch_tokens=BUDGET, weight_decay=0.1)
     critic = CriticConfig(lr=1e-2, backbone="shared" if name.endswith("shared") else "separate")
-    return Learner(loaded.policy, vision, settings, resolve(settings), optim, 1.0, 10, critic, ranks)
+    return Learner(loaded.policy, vision, settings, optim, 1.0, 10, critic, ranks)
 
 
 def train(name: str, ranks: Ranks | None, **changes: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:

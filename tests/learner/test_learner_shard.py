@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from npu_vlrl.hardware import select
 from npu_vlrl.learner import checkpoint
-from npu_vlrl.learner.algorithm import assign_advantages
 from npu_vlrl.learner.checkpoint import CheckpointError
 from npu_vlrl.learner.group import sums_of_bits
 from npu_vlrl.learner.optimizer import master, stepped
@@ -25,7 +24,7 @@ from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.state import load_learner, load_policy, save_learner, trained_by
 from npu_vlrl.learner.trainer import Learner
 from tests.learner.test_learner_ranks import groups
-from tests.support.learning import load, tiny_folder, with_advantage
+from tests.support.learning import assign_advantages, load, tiny_folder, with_advantage
 from tests.support.ranks import fork_here
 from tests.support.shards import CASES, Result, differences, keep, kept, new_learner, step, train
 

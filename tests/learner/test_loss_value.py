@@ -9,9 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from npu_vlrl.learner.loss import reduce_metrics, reduce_value_metrics, value_loss
+from npu_vlrl.algorithms import value as module
+from npu_vlrl.algorithms.metrics import reduce_metrics
+from npu_vlrl.algorithms.value import ValueOptions, reduce_value_metrics
 
 torch.set_num_threads(1)
+
+
+def value_loss(*tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """`value.value_loss` with the clip last."""
+    *states, clip = tensors
+    return module.value_loss(*states, ValueOptions(value_clip=clip))
+
 
 STATE = st.tuples(*[st.floats(-3, 3) for _ in range(3)], st.floats(0, 1))
 

@@ -4,16 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from npu_vlrl.learner.loss import token_weights
+from npu_vlrl.config import AlgorithmConfig
+from tests.support.losses import token_weights
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
 
 
 def weigh(sample_N: Tensor, n: int, mode: Any, tokens: int, samples: int) -> Tensor:
     counts = torch.bincount(sample_N, minlength=n)
-    return token_weights(sample_N, n, counts, mode, tokens, samples, 7.0, dtype=torch.float64)
+    return token_weights(sample_N, counts, mode, tokens, samples, 7.0, torch.float64)
 
 
 def test_weights_by_hand() -> None:
@@ -35,12 +37,12 @@ def test_weights_of_a_batch_without_tokens_and_of_an_idle_sample(mode: str) -> N
     assert weigh(torch.tensor([1, 1]), 3, mode, 5, 2).isfinite().all()  # samples 0 and 2 have no trained token
 
 
-@pytest.mark.parametrize("constant", [None, 0.0, -1.0])
-def test_constant_needs_a_constant(constant: float | None) -> None:
-    with pytest.raises(ValueError, match="needs a positive constant"):
-        token_weights(torch.tensor([0]), 1, torch.tensor([1]), "constant", 1, 1, constant)
+@pytest.mark.parametrize("constant", [0.0, -1.0])
+def test_constant_needs_a_positive_constant(constant: float) -> None:
+    with pytest.raises(ValidationError, match="loss_constant"):
+        AlgorithmConfig(aggregation="constant", loss_constant=constant)
 
 
 def test_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="'mean'; choose one of token-mean, seq-mean-token-mean"):
-        token_weights(torch.tensor([0]), 1, torch.tensor([1]), "mean", 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="'token-mean', 'seq-mean-token-mean'"):
+        AlgorithmConfig(aggregation="mean")

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from npu_vlrl.config import AlgorithmConfig, CriticConfig, OptimConfig
 from npu_vlrl.hardware import select
-from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.optimizer import master, stepped
 from npu_vlrl.learner.state import load_learner, save_learner
 from npu_vlrl.learner.trainer import Learner
@@ -20,7 +19,7 @@ from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.workflow.export import export
 from tests.support.checkpoints import as_of_old, change
-from tests.support.learning import SMALL_LORA, load, make_learner, picture, samples_of, trajectory
+from tests.support.learning import SMALL_LORA, assign_advantages, load, make_learner, picture, samples_of, trajectory
 
 torch.set_num_threads(1)
 
@@ -247,7 +246,6 @@ def with_critic(loaded: LoadedModel, backbone: Any) -> Learner:
         loaded.policy,
         VisionFeatures(loaded.policy, loaded.processor, 1 << 24),
         settings,
-        resolve(settings),
         OptimConfig(lr=1e-5),
         1.0,
         10,

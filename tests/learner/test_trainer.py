@@ -12,13 +12,13 @@ from torch import Tensor
 
 from npu_vlrl.kernels import op
 from npu_vlrl.learner import trainer
-from npu_vlrl.learner.algorithm import assign_advantages
 from npu_vlrl.learner.trainer import Learner, LearnerError
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Sample, Trajectory
 from npu_vlrl.workflow.export import export
 from tests.support.learning import (
     Probe,
+    assign_advantages,
     distance,
     load,
     make_learner,

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from npu_vlrl.learner.loss import policy_loss, token_weights
 from npu_vlrl.learner.pack import collate
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Sample
@@ -28,6 +27,7 @@ from tests.support.learning import (
     tiny_folder,
     with_advantage,
 )
+from tests.support.losses import policy_loss, token_weights
 from tests.support.ranks import fork_here
 
 torch.set_num_threads(1)
@@ -205,7 +205,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
         batch = collate(mine, loaded.policy)
         logprobs, entropy = learner._score(batch, loaded.policy, learner.vision, 1.0)
         counts = torch.bincount(batch.sample_N)
-        weights = token_weights(batch.sample_N, len(mine), counts, mode, 32, 4, CONSTANT)  # type: ignore[arg-type]
+        weights = token_weights(batch.sample_N, counts, mode, 32, 4, CONSTANT)
         behaviour, advantages = batch.behaviour_N, batch.advantages_N
         bounds: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0, "entropy_coef": 0.02}
         loss, _ = policy_loss(logprobs, entropy, behaviour, advantages, weights, **bounds)

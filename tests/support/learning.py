@@ -22,7 +22,6 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from npu_vlrl.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimConfig
 from npu_vlrl.learner import trainer
-from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.tiny import write_tiny_model
@@ -66,7 +65,12 @@ def make_learner(
     """A learner that trusts the made-up log-probabilities of `trajectory`, without KL unless asked for."""
     settings = AlgorithmConfig(**({"max_logprob_gap": 1e6, "kl_coef": 0.0} | (algorithm or {})))
     vision = VisionFeatures(loaded.policy, loaded.processor, 1 << 24)
-    return kind(loaded.policy, vision, settings, resolve(settings), OptimConfig(**({"lr": 1e-3} | optim)), 1.0, 10)
+    return kind(loaded.policy, vision, settings, OptimConfig(**({"lr": 1e-3} | optim)), 1.0, 10)
+
+
+def assign_advantages(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
+    """The samples with credit, without the estimator's metrics."""
+    return algorithm.with_credit(samples)[0]
 
 
 class Probe(Learner):

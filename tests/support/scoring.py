@@ -12,7 +12,6 @@ from PIL import Image as Pillow
 from torch import Tensor
 
 from npu_vlrl.config import AlgorithmConfig, OptimConfig
-from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.pack import MicroBatch
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.policy import Policy
@@ -44,7 +43,7 @@ def largest_gap(first: Logprobs, second: Logprobs) -> float:
 def make_learner(policy: Policy, vision: VisionFeatures, budget: int = 4096, temperature: float = 1.0) -> Learner:
     config = AlgorithmConfig(kl_coef=0.0)
     optim = OptimConfig(micro_batch_tokens=budget, logprob_chunk=5)
-    return Learner(policy, vision, config, resolve(config), optim, temperature, 1)
+    return Learner(policy, vision, config, optim, temperature, 1)
 
 
 @torch.no_grad()

@@ -19,14 +19,13 @@ from torch import Tensor
 from npu_vlrl import kernels
 from npu_vlrl.config import AlgorithmConfig, CriticConfig, ModelConfig, OptimConfig
 from npu_vlrl.hardware import select
-from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.shard import ShardedPolicy
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.load import load_model
 from npu_vlrl.model.vision import VisionFeatures
 from tests.learner.test_learner_ranks import ALGORITHMS, BUDGET, groups
-from tests.support.learning import CPU, SMALL_LORA, load, tiny_folder
+from tests.support.learning import CPU, SMALL_LORA, assign_advantages, load, tiny_folder
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "whole": ("qwen2_5_vl", "grpo", {}),  # with a KL reference
@@ -53,7 +52,7 @@ def new_learner(case: str, ranks: Ranks | None, device: torch.device = CPU) -> L
     optim = OptimConfig(lr=1e-3, micro_batch_tokens=BUDGET, weight_decay=0.1)
     critic = CriticConfig(lr=1e-2, backbone="shared" if name.endswith("shared") else "separate")
     divide = partial(ShardedPolicy, ranks=ranks, offload=case == "offload") if ranks else None
-    return Learner(loaded.policy, vision, settings, resolve(settings), optim, 1.0, 10, critic, ranks, None, divide)
+    return Learner(loaded.policy, vision, settings, optim, 1.0, 10, critic, ranks, None, divide)
 
 
 def step(learner: Learner, case: str, with_pictures: bool = True) -> dict[str, float]:

@@ -16,7 +16,6 @@ from npu_vlrl.config import AlgorithmConfig, OptimConfig
 from npu_vlrl.engines.base import Request
 from npu_vlrl.engines.vllm.engine import LOGPROBS
 from npu_vlrl.guard import EngineGuard
-from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.gap import LearnerError
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.trainer import Learner
@@ -183,7 +182,7 @@ def damage(stage: VllmStage, part: str) -> None:
 
 def _learner(stage: VllmStage) -> LearnerGroup:
     config = AlgorithmConfig(max_logprob_gap=VISIBLE)
-    return LearnerGroup(lambda: Learner(stage.policy, stage.vision, config, resolve(config), OptimConfig(), 1.0, 1))
+    return LearnerGroup(lambda: Learner(stage.policy, stage.vision, config, OptimConfig(), 1.0, 1))
 
 
 @reading

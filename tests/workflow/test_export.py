@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_vlrl.algorithms.equality import equal
 from npu_vlrl.config import ConfigError
 from npu_vlrl.types import EpisodeStatus, SegmentKind, Trajectory, Verdict
-from npu_vlrl.workflow.export import equal, export, pays_for_failing, returns_to_go, trajectory_reward
+from npu_vlrl.workflow.export import export, pays_for_failing, returns_to_go, trajectory_reward
 from npu_vlrl.workflow.render import Renderer
 from tests.support.scripted import END, Verdicts, a_task, encode, flat, picture, play, processor, tokenizer, workflow
 
