@@ -210,7 +210,7 @@ def data_files(path: Path) -> Files:
 def code_files(config: Config) -> Files:
     """The user's own files that rewards, tools, environment, workflow and algorithm are made of."""
     environment, algorithm = config.environment, config.algorithm
-    settings = [config.reward.rule, config.reward.options, list(config.workflow.tools)]
+    settings: list[Any] = [config.reward.rule, config.reward.options, list(config.workflow.tools)]
     settings += [environment.name, environment.options, config.workflow.name, config.workflow.options]
     settings += [[algorithm.advantage, algorithm.advantage_options], [algorithm.loss, algorithm.loss_options]]
     settings += [algorithm.group_reward, algorithm.group_reward_options]
