@@ -76,6 +76,7 @@ def connected(config: Config, platform: Platform) -> Iterator[Any]:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # its way to say: listen on 127.0.0.1 only
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15 a training starves beside anything else
     ray = importlib.import_module("ray")
     own = _own_cluster(config, platform) if local else {}
     try:

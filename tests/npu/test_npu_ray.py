@@ -19,11 +19,13 @@ from npu_vlrl.config import load_config
 from npu_vlrl.hardware import select
 
 CHILD = '''
+import os
 import torch
 from npu_vlrl.hardware import select
 platform = select()
 platform.set_device(0)
-print("OWN", platform.device_count(), platform.physical_id(0), torch.ones(3, device=platform.device()).sum().item())
+total = torch.ones(3, device=platform.device()).sum().item()
+print("OWN", platform.device_count(), platform.physical_id(0), total, os.nice(0))
 '''
 
 
@@ -62,7 +64,10 @@ def test_two_processes_each_see_one_of_the_visible_npus(tmp_path: Path) -> None:
     assert ended.code == 0, ended.output
     assert '{"devices": ["4", "5"]}' in ended.output, ended.output
     own = [json.loads(line)[0] for line in ended.output.splitlines() if line.startswith("[")]
-    assert own == ["OWN 1 4 3.0", "OWN 1 5 3.0"], ended.output
+    assert own == [
+        "OWN 1 4 3.0 0",
+        "OWN 1 5 3.0 0",
+    ]  # NPUs, the number on the host, a sum there, and the niceness, ended.output
 
 
 def test_learner_and_engine_train_on_them(tmp_path: Path) -> None:
