@@ -152,6 +152,7 @@ SUM = "reward.rule=weighted", "reward.options.terms={a: {rule: tagged, weight: 1
         (["workflow.tools=[look,t.py:a,t.py:b]"], ["t.py"]),
         (["reward.rule=helped.py:f"], ["helped.py", "helper.py", "parts/__init__.py", "parts/deep.py", "second.py"]),
         (GAME, ["game.py"]),
+        (["workflow.name=game.py:make"], ["game.py"]),
         ([GAME[1], "environment.name=sokoban", "environment.options.levels=levels.txt"], ["levels.txt"]),
         ([GAME[1], "environment.name=gymnasium", "environment.options.id=second:World-v0"], ["second.py"]),
         (["reward.rule=tagged"], []),

@@ -70,13 +70,14 @@ def test_which_paths_begin_at_the_root(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("HOME", "/home/me")
     Path("a.yaml").write_text(
         "model: {path: models/a}\ndata: {train: {path: d/a.jsonl}, eval: {generator: arrow}}\n"
-        "workflow: {tools: [look, 't/t.py:f', '~/u.py:g']}\n"
+        "workflow: {name: 'w.py:W', tools: [look, 't/t.py:f', '~/u.py:g']}\n"
         "reward: {rule: weighted, options: {terms: {a: {rule: 'r.py:f', weight: 1}, b: {rule: tagged, weight: 0}}}}\n"
     )
     given = load_config("a.yaml")
     found, at = rooted(given), str(tmp_path)
     assert (found.run.dir, found.model.path) == (f"{at}/runs/latest", f"{at}/models/a")
     assert (found.data.train.path, found.data.eval) == (f"{at}/d/a.jsonl", given.data.eval)
+    assert found.workflow.name == f"{at}/w.py:W"
     assert found.workflow.tools == ("look", f"{at}/t/t.py:f", "/home/me/u.py:g")
     assert found.reward.rule == "weighted"
     assert found.reward.options == {

@@ -81,7 +81,8 @@ def test_a_training_in_an_own_environment_repeats_and_survives_its_mistakes(tmp_
 
 def test_a_training_with_an_own_workflow(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(config(run, workflow__name=example(tmp_path), workflow__options={"question": "Sure?"}, train__steps=1))
+    own = {"workflow__name": example(tmp_path), "workflow__options": {"question": "Sure?"}}
+    train(config(run, **own, train__steps=1, algorithm__preset="grpo"))
     (step,) = [found for found in metrics(run) if "logprob_gap" in found]
     assert step["logprob_gap"] < 1e-4 and step["status/failed"] == 0 and step["turns"] == 4
     for episode in lines(run, "trajectories.jsonl"):
