@@ -20,13 +20,17 @@ def add(commands: Commands) -> None:
     check.add_argument("--limit", type=int, metavar="N", help="look at the first N usable rows of each source only")
     check.set_defaults(run=_check)
     geo3k = kinds.add_parser("geo3k", help="60 real geometry problems as parquet in verl's schema")
-    geo3k.add_argument("--source", default="examples/geo3k_sample", help="folder with problems.jsonl and images/")
+    geo3k.add_argument(
+        "--source", metavar="DIR", type=Path, help="folder with problems.jsonl and images/ of other ones"
+    )
     geo3k.add_argument("--out", required=True, help="folder for train.parquet and test.parquet")
     geo3k.add_argument("--eval-share", type=float, default=0.25)
     geo3k.add_argument("--seed", type=int, default=0)
     geo3k.set_defaults(run=_geo3k)
     rotation = kinds.add_parser("rotation", help="turned photographs as parquet in verl's schema")
-    rotation.add_argument("--photos", required=True, metavar="DIR", help="upright .jpg, .png, .webp files, also below")
+    rotation.add_argument(
+        "--photos", metavar="DIR", type=Path, help="upright .jpg, .png, .webp files, also below; else four samples"
+    )
     rotation.add_argument("--out", required=True, metavar="DIR", help="folder for train.parquet and test.parquet")
     rotation.add_argument("--per-photo", type=int, default=1, metavar="N", help="pictures made of each photograph")
     rotation.add_argument(
@@ -65,12 +69,12 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _geo3k(options: argparse.Namespace) -> None:
-    from npu_vlrl.data.geo3k import convert
+    from npu_vlrl.data.geo3k import SAMPLE, convert
 
     if not 0 <= options.eval_share < 1:
         raise ConfigError(f"--eval-share must be at least 0 and below 1, got {options.eval_share}")
     try:
-        converted = convert(Path(options.source), Path(options.out), options.eval_share, options.seed)
+        converted = convert(options.source or SAMPLE, Path(options.out), options.eval_share, options.seed)
     except OSError as error:
         raise ConfigError(f"--out: {error}; choose another folder") from error
     for name, value in converted.items():
@@ -78,7 +82,7 @@ def _geo3k(options: argparse.Namespace) -> None:
 
 
 def _rotation(options: argparse.Namespace) -> None:
-    from npu_vlrl.data.rotation import CONTINUOUS, convert
+    from npu_vlrl.data.rotation import CONTINUOUS, PHOTOS, convert
     from npu_vlrl.report.console import printable
 
     match options.angles:
@@ -88,7 +92,7 @@ def _rotation(options: argparse.Namespace) -> None:
             step = float(degrees)
         case words:
             raise ConfigError(f"--angles must be continuous, or multiples-of K, got {' '.join(words)!r}")
-    photos, out = Path(options.photos), Path(options.out)
+    photos, out = options.photos or PHOTOS, Path(options.out)
     try:
         report = convert(photos, out, options.per_photo, step, options.size, options.eval_share, options.seed)
     except OSError as error:

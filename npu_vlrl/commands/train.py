@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
     half = trainer.add_mutually_exclusive_group()
     half.add_argument("--debug-rollout-only", action="store_true", help="play and record; nothing is learned")
     half.add_argument("--debug-train-only", metavar="RUN", help="learn from what that run recorded; nothing is sampled")
-    add_configured(commands, "config", "show the resolved configuration", _config)
+    add_configured(commands, "config", "show the resolved configuration", _config).set_defaults(light=True)
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 
 from npu_vlrl.config import AlgorithmConfig, ConfigError
 from npu_vlrl.learner.advantage import ESTIMATORS, Batch, estimate
-from npu_vlrl.learner.loss import Aggregation, KLKind, LossKind, kl_per_token
 from npu_vlrl.learner.presets import DEFAULTS, PRESETS
 from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import equal
+
+if TYPE_CHECKING:
+    from npu_vlrl.learner.loss import Aggregation, KLKind, LossKind
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,10 @@ def _penalties(samples: Sequence[Sample], algorithm: Algorithm) -> np.ndarray:
     """-kl_coef · KL of each scored token, if it belongs in the reward; float64 [N]."""
     parts: list[Any] = [np.zeros(sample.n_scored) for sample in samples]
     if algorithm.kl_coef and algorithm.kl_in == "reward":
+        import torch  # `npu-vlrl config` resolves an algorithm without it
+
+        from npu_vlrl.learner.loss import kl_per_token
+
         for part, sample in zip(parts, samples, strict=True):
             assert sample.scores.reference_N is not None, "the samples were not scored"
             sampled = np.asarray(sample.sampled_mask, dtype=bool)

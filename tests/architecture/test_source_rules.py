@@ -290,10 +290,51 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def test_the_package_and_its_command_line_start_without_torch() -> None:
-    done = python("import sys, npu_vlrl, npu_vlrl.cli, npu_vlrl.config; assert 'torch' not in sys.modules")
+HEAVY = (
+    "torch",
+    "transformers",
+    "peft",
+    "ray",
+    "vllm",
+    "matplotlib",
+    "gymnasium",
+    "pyarrow",
+    "PIL",
+    "safetensors",
+    "rich",
+)
+
+
+def heavy_imports(code: str) -> list[str]:
+    """What of `HEAVY` a program that ends well has imported."""
+    done = python(f"import sys\n{code}\nprint('heavy', *[name for name in {HEAVY} if name in sys.modules])")
     assert done.returncode == 0, done.stderr
-    assert python("import sys, torch; assert 'torch' not in sys.modules").returncode == 1  # the check can fail
+    word, *found = done.stdout.splitlines()[-1].split()
+    assert word == "heavy"
+    return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import npu_vlrl.cli, npu_vlrl.config",
+        "from npu_vlrl.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+        "from npu_vlrl.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass",
+        "from npu_vlrl.cli import main\nassert main(['config', '--config', 'photo_tiny']) == 0",
+        "from npu_vlrl.cli import main\nassert main(['completion', 'bash']) == 0",
+    ],
+)
+def test_what_only_reads_words_and_configurations_imports_nothing_heavy(code: str) -> None:
+    assert heavy_imports(code) == []
+
+
+def test_a_heavy_import_is_found() -> None:
+    assert heavy_imports("import PIL, safetensors") == ["PIL", "safetensors"]
+
+
+def test_the_package_alone_imports_nothing_but_itself() -> None:
+    done = python("import sys\nbefore = set(sys.modules)\nimport npu_vlrl\nprint(*sorted(set(sys.modules) - before))")
+    assert done.stdout.split() == ["npu_vlrl"], done.stderr
 
 
 def test_every_module_imports_without_what_only_other_platforms_and_tests_have() -> None:

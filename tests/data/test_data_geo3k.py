@@ -13,11 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from math_verify import parse, verify
 
-from npu_vlrl.data.geo3k import INSTRUCTION, convert
+from npu_vlrl.data.geo3k import INSTRUCTION, SAMPLE, convert
 from npu_vlrl.data.records import load_tasks
 from npu_vlrl.types import DataError, Image, Task
 
-SAMPLE = Path(__file__).parents[2] / "examples" / "geo3k_sample"
 PROBLEMS = {p["id"]: p for p in map(json.loads, (SAMPLE / "problems.jsonl").read_text().splitlines())}
 
 

@@ -131,7 +131,7 @@ def test_a_missing_package_is_said_before_anything_is_made(tmp_path: Path) -> No
     config = small_config(tmp_path / "run", run__sinks=["trackio"])
     with (
         mock.patch("npu_vlrl.report.sinks.sinks.find_spec", return_value=None),
-        pytest.raises(ConfigError, match="trackio is not installed; pip install"),
+        pytest.raises(ConfigError, match="trackio is not installed: pip install"),
     ):
         train(config)
     assert not (tmp_path / "run").exists()
