@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from npu_vlrl.halves import rollout_only, train_only
-    from npu_vlrl.train import train
+    from npu_vlrl.train_loop import train
 
     config = load(options)
     if not options.debug_rollout_only and options.debug_train_only is None:

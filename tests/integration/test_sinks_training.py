@@ -17,7 +17,7 @@ from npu_vlrl.config import ConfigError
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.report.plots.curves import CURVES
 from npu_vlrl.report.sinks.tensorboard_sink import TensorBoardSink
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from tests.support.runs import lines, small_config
 
 SETTINGS: dict[str, Any] = {

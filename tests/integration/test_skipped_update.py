@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from npu_vlrl import train as train_module
+from npu_vlrl import train_loop
 from npu_vlrl.learner.algorithm import Algorithm, assign_advantages
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from npu_vlrl.types import Sample
 from tests.support.learning import with_advantage
 from tests.support.runs import metrics, small_config
@@ -23,7 +23,7 @@ def test_a_skipped_update_is_told_once(
         calls.append(good[0].id)
         return [with_advantage(good[0], float("nan")), *good[1:]] if len(calls) == 2 else good
 
-    monkeypatch.setattr(train_module, "assign_advantages", spoiled)
+    monkeypatch.setattr(train_loop, "assign_advantages", spoiled)
     train(small_config(tmp_path / "run", train__steps=3))
     shown = capsys.readouterr().out
     assert shown.count("update skipped") == 1
