@@ -30,13 +30,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    try:
+        if not options.light:
+            _check_software()  # what the command imports needs it
+        return options.run(options) or DONE
+    except ConfigError as error:
+        return _ends(BAD_INPUT, str(error))
+    except Exception as error:
+        return _explained(error)
+
+
+def _check_software() -> None:
+    """Raises ConfigError for a transformers that the project was not tested with."""
     from npu_vlrl.hardware.software import unsupported
 
-    if problem := unsupported():  # what follows imports it
-        print(f"npu-vlrl: {problem}", file=sys.stderr)
-        return BAD_INPUT
+    if problem := unsupported():
+        raise ConfigError(problem)
+
+
+def _explained(error: Exception) -> int:
+    """Tells the user about an error that the program expects and returns the exit code; raises any other one."""
     from safetensors import SafetensorError
 
+    from npu_vlrl.config.extras import EXTRAS, remedy
     from npu_vlrl.disk import is_full, refusal
     from npu_vlrl.engines.base import EngineError
     from npu_vlrl.hardware import HardwareError
@@ -44,31 +60,36 @@ def _run(options: argparse.Namespace) -> int:
     from npu_vlrl.learner.checkpoint import CheckpointError
     from npu_vlrl.learner.trainer import LearnerError
     from npu_vlrl.network.world import PeerError, leave, started_processes
-    from npu_vlrl.report.console import printable
     from npu_vlrl.rollout.judgements import RolloutError
     from npu_vlrl.sync.weights import SyncError
     from npu_vlrl.types import DataError
 
-    try:
-        return options.run(options) or DONE
-    except (ConfigError, DataError, HardwareError, CheckpointError) as error:
-        print(f"npu-vlrl: {printable(str(error))}", file=sys.stderr)
-        return BAD_INPUT
-    except Interrupted as end:
+    failure = str(error)
+    if isinstance(error, DataError | HardwareError | CheckpointError):
+        return _ends(BAD_INPUT, failure)
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        return _ends(BAD_INPUT, f"{error.name} is not installed: {remedy(error.name)}")
+    if isinstance(error, Interrupted):
         with suppress(OSError):  # the terminal may be what asked for it by closing
-            print(f"npu-vlrl: {end}", file=sys.stderr)
+            return _ends(INTERRUPTED, failure)
         return INTERRUPTED
-    except (OSError, SafetensorError) as error:
+    if isinstance(error, OSError | SafetensorError):
         if problem := refusal(error):
-            print(f"npu-vlrl: {printable(problem)}", file=sys.stderr)
-            return BAD_INPUT
+            return _ends(BAD_INPUT, problem)
         if not is_full(error):
-            raise
-        failure = f"{error}: free some space, and go on with run.if_exists=resume if it was a training"
-    except (EngineError, LearnerError, PeerError, RolloutError, SyncError) as error:
-        failure = str(error)
-    print(f"npu-vlrl: the run failed: {printable(failure)}", file=sys.stderr)
+            raise error
+        failure += ": free some space, and go on with run.if_exists=resume if it was a training"
+    elif not isinstance(error, EngineError | LearnerError | PeerError | RolloutError | SyncError):
+        raise error
+    _ends(FAILED, f"the run failed: {failure}")
     return FAILED if started_processes() == 1 else leave(FAILED)
+
+
+def _ends(code: int, message: str) -> int:
+    from npu_vlrl.report.console import printable
+
+    print(f"npu-vlrl: {printable(message)}", file=sys.stderr)
+    return code
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -85,7 +106,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="npu-vlrl", description="Train vision-language models by multi-turn RL.")
     parser.add_argument("--version", action="version", version=__version__)
-    parser.set_defaults(parser=parser)  # for completion, which describes all of it
+    # completion describes the parser; a light command reads no model, and imports neither torch nor transformers
+    parser.set_defaults(parser=parser, light=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)

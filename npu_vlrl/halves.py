@@ -16,7 +16,7 @@ from npu_vlrl.report.metrics import rollout_metrics
 from npu_vlrl.report.recorded import Recorded
 from npu_vlrl.rollout.collect import Rollout, has_failed
 from npu_vlrl.run import Run
-from npu_vlrl.train import learn
+from npu_vlrl.train_loop import learn
 from npu_vlrl.warm_start import FOLDER
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-import yaml
+from yaml import YAMLError
 
 from npu_vlrl.build import make_setting, task_source
 from npu_vlrl.config import Config, ConfigError
+from npu_vlrl.config.yaml_text import read_yaml
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.model.load import load_processor, model_folder
 from npu_vlrl.report.console import printable
@@ -59,8 +60,8 @@ def environment_config(name: str, options: Sequence[str], seed: int) -> Config:
         if not equals:
             raise ConfigError(f"--option {option}: write key=value, e.g. size=5")
         try:
-            values[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            values[key] = read_yaml(value)
+        except YAMLError as error:
             raise ConfigError(f"--option {option}: {error}; write the value as YAML, e.g. size=5") from error
     sections: dict[str, Any] = {
         "model": {"path": "tiny:qwen2_5_vl"},

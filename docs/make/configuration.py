@@ -26,6 +26,10 @@ Every key, made from the schema in `npu_vlrl/config/` by `python docs/make/confi
 file, or on the command line as `section.key=value`, which goes first. `npu-vlrl config --config FILE` shows what comes
 out. A key that is not here is an error that names the nearest one.
 
+A file is given by its path, or by its name where it comes with the package: `--config photo_tiny`, `--config
+tasks/geo3k`. Values are YAML 1.1, in which `yes` and `off` are switches and `012` is octal; `1e-5` is a number all the
+same. A repeated key is an error. A value never refers to another one: what looks like `${train.seed}` is an error, too.
+
 Of several files a later one wins, and the command line wins over all; what it does not name is kept. Options are of the
 game or rule that they stand beside: where `environment.name`, `reward.rule`, or the `rule` of a term of a weighted sum
 becomes another one, the `options` before it are dropped, and those that are given with it count alone. With the same

@@ -11,7 +11,7 @@ import os
 
 from npu_vlrl.config import Config, ConfigError
 
-__all__ = ["drives"]
+__all__ = ["check_started", "drives"]
 
 
 def drives(config: Config) -> bool:
@@ -26,3 +26,12 @@ def drives(config: Config) -> bool:
             "one process without torchrun, or set ray.processes=0"
         )
     return wanted > 0 and started is None
+
+
+def check_started(config: Config) -> None:
+    """Raises ConfigError where Ray has still to start the processes, as `npu-vlrl train` and `npu-vlrl eval` let it."""
+    if drives(config):
+        raise ConfigError(
+            f"ray.processes={config.ray.processes} is for the commands npu-vlrl train and npu-vlrl eval; set "
+            "ray.processes=0 in a program of your own"
+        )

@@ -15,6 +15,7 @@ from typing import Any
 
 from npu_vlrl.cluster.placed import Placed
 from npu_vlrl.config import Config, ConfigError
+from npu_vlrl.config.extras import remedy
 from npu_vlrl.hardware import Platform
 
 Bundle = dict[str, float]
@@ -67,8 +68,8 @@ def connected(config: Config, platform: Platform) -> Iterator[Any]:
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            f"ray.processes={config.ray.processes} needs Ray, which is not installed; install it with "
-            "`pip install -r requirements-ray.txt`, or set ray.processes=0"
+            f"ray.processes={config.ray.processes} needs Ray, which is not installed: {remedy('ray')}, or set "
+            "ray.processes=0"
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = config.ray.address == "local"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from npu_vlrl.commands.options import Commands
-from npu_vlrl.config import ConfigError, sections
+from npu_vlrl.config import sections
 
 KEYS = {
     "bash": """
@@ -43,14 +43,11 @@ def add(commands: Commands) -> None:
     command = commands.add_parser("completion", help="print what a shell needs to complete words of this program")
     shells = command.add_subparsers(required=True, metavar="SHELL")
     for shell, use in USES.items():
-        shells.add_parser(shell, help=use).set_defaults(run=_completion, shell=shell)
+        shells.add_parser(shell, help=use).set_defaults(run=_completion, shell=shell, light=True)
 
 
 def _completion(options: argparse.Namespace) -> None:
-    try:
-        shtab = import_module("shtab")
-    except ImportError as error:
-        raise ConfigError("completion needs another package: pip install shtab==1.13.0") from error
+    shtab = import_module("shtab")
     for action in _actions(options.parser):
         if action.dest == "overrides":
             action.complete = dict.fromkeys(KEYS, "_npu_vlrl_keys")  # type: ignore[attr-defined]

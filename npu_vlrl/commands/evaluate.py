@@ -23,13 +23,13 @@ def _eval(options: argparse.Namespace) -> int:
     if options.out is not None and options.against is None:
         raise ConfigError("--out is the folder of a comparison; say with what to compare by --against DIR")
     if options.config is not None:
-        from npu_vlrl.evaluate import evaluate_only
+        from npu_vlrl.evaluate_loop import evaluate
 
         config = load(options)
         if against is not None:
             _check_finished(against)
         folder = Path(config.run.dir).absolute()
-        code = run_placed(config, "eval", evaluate_only)
+        code = run_placed(config, "eval", evaluate)
     elif options.run_dir is None or options.against is None:
         raise ConfigError("eval needs --config FILE; or --run-dir DIR --against DIR, to compare finished evaluations")
     elif options.overrides:

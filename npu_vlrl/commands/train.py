@@ -16,12 +16,12 @@ def add(commands: Commands) -> None:
     half = trainer.add_mutually_exclusive_group()
     half.add_argument("--debug-rollout-only", action="store_true", help="play and record; nothing is learned")
     half.add_argument("--debug-train-only", metavar="RUN", help="learn from what that run recorded; nothing is sampled")
-    add_configured(commands, "config", "show the resolved configuration", _config)
+    add_configured(commands, "config", "show the resolved configuration", _config).set_defaults(light=True)
 
 
 def _train(options: argparse.Namespace) -> int:
     from npu_vlrl.halves import rollout_only, train_only
-    from npu_vlrl.train import train
+    from npu_vlrl.train_loop import train
 
     config = load(options)
     if not options.debug_rollout_only and options.debug_train_only is None:

@@ -5,65 +5,78 @@ Unknown keys are errors that name the nearest known key.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from npu_vlrl.config.named import find
 from npu_vlrl.config.schema import Config
+from npu_vlrl.config.yaml_text import read_yaml, write_yaml
 from npu_vlrl.fields import ConfigError, Section
 
 OPTIONS_OF = ("name", "rule")
 """Keys that name the owner of the `options` beside them: `environment.name`, `workflow.name`, `reward.rule`, a term's
 `rule`."""
 
+INTERPOLATION = re.compile(rf"\$\{{(oc\.\w+:|({'|'.join(Config.model_fields)})\.)[^}}]*\}}")
+"""References such as `${train.seed}`, which were replaced once."""
 
-def load_config(path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
-    """Reads YAML files (OmegaConf interpolation allowed), of which a later one wins, and applies dotted `key=value`
-    overrides. Where one names another game or rule, the `options` before it are dropped.
+
+def load_config(path: str | Path | Sequence[str | Path], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """Reads YAML files, of which a later one wins, and applies overrides: `key=value` with a dotted key and a value in
+    YAML, or a mapping of such keys to values. A file is a path, or the name of one in `configs/`. Where one names
+    another game or rule, the `options` before it are dropped.
 
     Raises ConfigError, whose message names the file, the key, and the nearest known key for a misspelt one.
+
+    Example: `load_config("photo_tiny", {"train.steps": 10})`
     """
     paths = [path] if isinstance(path, (str, Path)) else list(path)
     name = " + ".join(map(str, paths))
-    try:
-        given = OmegaConf.merge({}, *map(_override, overrides))  # as one, so that their order does not matter
-        merged = reduce(_merged, [*map(_read, paths), given])
-        values = OmegaConf.to_container(merged, resolve=True)
-    except ConfigError:
-        raise
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"{name}: {error}") from error
+    changes = overrides.items() if isinstance(overrides, Mapping) else map(_override, overrides)
+    given = reduce(_merged, (_nested(key, value) for key, value in changes), {})  # as one: their order does not matter
+    values = reduce(_over, [*map(_read, paths), given])
+    _check_plain(name, values)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{name}:\n" + "\n".join(_explain(error))) from None
 
 
-def _read(path: str | Path) -> DictConfig:
-    if not Path(path).is_file():
-        raise ConfigError(f"{path}: no such configuration file; see configs/, or write one with `npu-vlrl init`")
+def _read(path: str | Path) -> dict[str, Any]:
     try:
-        loaded = OmegaConf.load(path)
-    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        with find(path).open(encoding="utf-8") as file:
+            loaded = read_yaml(file)
+    except ConfigError:
+        raise
+    except (YAMLError, ValueError, OSError) as error:
         raise ConfigError(f"{path}: {error}; correct the file") from error
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: the file must hold a mapping of sections, got a list; see configs/ for samples")
-    return loaded
+    if loaded is not None and not isinstance(loaded, dict):
+        what = "a list" if isinstance(loaded, list) else repr(loaded)
+        raise ConfigError(f"{path}: the file must hold a mapping of sections, got {what}; see configs/ for samples")
+    return loaded or {}
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """What a later file, or the overrides, make of the earlier ones."""
+    kept = copy.deepcopy(below)
+    _drop_options(kept, above)
+    merged: dict[str, Any] = _merged(kept, above)
+    return merged
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """OmegaConf's merge of two mappings, without options of another game or rule."""
-    kept = OmegaConf.to_container(below)
-    _drop_options(kept, OmegaConf.to_container(above))
-    return OmegaConf.merge(OmegaConf.create(kept), above)
+    """`above`, and of two mappings also what `below` has besides, at any depth."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {key: _merged(below.get(key), value) for key, value in above.items()}
 
 
 def _drop_options(below: Any, above: Any) -> None:
@@ -79,27 +92,36 @@ def _drop_options(below: Any, above: Any) -> None:
         _drop_options(below.get(key), value)
 
 
-def _override(text: str) -> DictConfig:
-    if not text.partition("=")[0] or "=" not in text:
+def _override(text: str) -> tuple[str, Any]:
+    key, sign, value = text.partition("=")
+    if not key or not sign:
         raise ConfigError(f"override {text!r} is not of the form key=value, e.g. train.steps=10")
     try:
-        return OmegaConf.from_dotlist([text])
-    except (OmegaConfBaseException, YAMLError) as error:
+        return key, read_yaml(value)
+    except YAMLError as error:
         raise ConfigError(f"override {text!r}: {error}; write the value as YAML, in quotes for the shell") from error
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """`{"a": {"b": value}}` for the key a.b"""
+    above, _, last = key.rpartition(".")
+    return _nested(above, {last: value}) if above else {last: value}
+
+
+def _check_plain(name: str, value: Any, key: str = "") -> None:
+    """Raises ConfigError for a text with a reference to another value, which would be taken literally."""
+    if isinstance(value, str) and (found := INTERPOLATION.search(value)):
+        raise ConfigError(
+            f"{name}: {key}: {found[0]} is no longer replaced by what it names; write the value, or give it on the "
+            f"command line, where the shell replaces variables: {key}=VALUE"
+        )
+    for inner, item in value.items() if isinstance(value, dict) else ():
+        _check_plain(name, item, f"{key}.{inner}".lstrip("."))
 
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML that `load_config` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
-
-
-def _escaped(value: Any) -> Any:
-    """`value` with its strings written so that OmegaConf finds no interpolation in them."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list) else value
+    return write_yaml(config.model_dump(mode="json"))
 
 
 def sections(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -31,7 +31,7 @@ def generated(config: Config, seed: int, unit: int) -> Callable[[int], Task]:
 @cache
 def load_photos() -> list[Image]:
     """The four photographs that come with the package, as published."""
-    folder = importlib.resources.files("npu_vlrl.data") / "assets" / "photos"
+    folder = importlib.resources.files("npu_vlrl.tasks") / "photos"
     return [decode_image((folder / name).read_bytes(), name) for name in PHOTOS]
 
 

@@ -113,11 +113,11 @@ def test_no_cluster_is_one_message(tmp_path: Path) -> None:
     assert "ray start --head" in refused
 
 
-def test_without_ray_its_requirements_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it now raises ModuleNotFoundError
     config = config_file(tmp_path, data={"train": {"generator": "arrow"}})
     refused = program("eval", "--config", config, *SMALL, "ray.processes=2").refused()
-    assert refused.startswith("ray.processes=2 needs Ray") and "pip install -r requirements-ray.txt" in refused
+    assert refused.startswith("ray.processes=2 needs Ray") and "pip install 'npu-vlrl[ray]'" in refused
 
 
 def test_who_drives_and_who_is_driven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

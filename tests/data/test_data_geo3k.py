@@ -17,7 +17,6 @@ from npu_vlrl.data.records import load_tasks
 from npu_vlrl.tasks.geo3k.data import INSTRUCTION, convert
 from npu_vlrl.types import DataError, Image, Task
 
-SAMPLE = Path(__file__).parents[2] / "examples" / "geo3k_sample"
 PROBLEMS = {p["id"]: p for p in map(json.loads, (SAMPLE / "problems.jsonl").read_text().splitlines())}
 
 

@@ -24,7 +24,7 @@ from npu_vlrl.workflow.rewards import make_judge
 from npu_vlrl.workflow.tools import Toolbox, ToolContext
 
 ROOT = Path(__file__).parents[2]
-PHOTOS = ROOT / "npu_vlrl/data/assets/photos"
+PHOTOS = ROOT / "npu_vlrl/tasks/photos"
 PORTRAIT = ROOT / "tests/assets/exif/Portrait_6.jpg"
 
 

@@ -66,8 +66,3 @@ def test_zsh_reads_its_script(tmp_path: Path) -> None:
     done = subprocess.run(["zsh", "-fc", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "_npu-vlrl"
     subprocess.run(["zsh", "-n", "_npu-vlrl"], cwd=tmp_path, check=True)
-
-
-def test_without_the_package_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "shtab", None)
-    assert program("completion", "bash").refused() == "completion needs another package: pip install shtab==1.13.0"

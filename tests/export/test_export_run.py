@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.export.run import MARK
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from npu_vlrl.types import Image
 from tests.support.checkpoints import seal
 from tests.support.models import plain_model

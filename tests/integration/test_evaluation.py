@@ -16,10 +16,10 @@ import torch
 
 from npu_vlrl import evaluation
 from npu_vlrl.config import ConfigError
-from npu_vlrl.evaluate import evaluate_only
+from npu_vlrl.evaluate_loop import evaluate
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.tasks.benchmark.convert import convert
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from tests.support.program import parquet, png, row
 from tests.support.runs import lines, small_config
@@ -46,7 +46,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers(folder: Path, **changes: Any) -> dict[str, float]:
     given = {"evaluation__tasks": TASKS, "evaluation__answers": ANSWERS, "evaluation__temperature": 1}
-    return evaluate_only(small_config(folder, **{**given, **changes}))
+    return evaluate(small_config(folder, **{**given, **changes}))
 
 
 def resume(folder: Path, **changes: Any) -> int:
@@ -169,7 +169,7 @@ def test_the_folder_of_a_training_is_refused(record_every: int, tmp_path: Path) 
     train(small_config(folder, **settings))
     before = (folder / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match="holds a training; choose another run.dir for the evaluation"):
-        evaluate_only(small_config(folder, run__if_exists="resume", **settings))
+        evaluate(small_config(folder, run__if_exists="resume", **settings))
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 

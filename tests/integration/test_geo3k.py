@@ -38,7 +38,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 def test_geo3k_from_conversion_to_resume(tmp_path: Path) -> None:
     data, run = tmp_path / "data", tmp_path / "run"
-    converted = program("data", "geo3k", "--source", ROOT / "examples/geo3k_sample", "--out", data)
+    converted = program("data", "geo3k", "--out", data)
     assert converted.code == 0
     files = {name: read_rows(data / f"{name}.parquet") for name in ("train", "test")}
     assert f"train: {len(files['train'])}\ntest: {len(files['test'])}\n" in converted.out

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from npu_vlrl.config import load_config
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from tests.integration.test_engine_process import close, command, recorded
 from tests.support.ranks import PATIENCE_S, finish, fork, log, said
 from tests.support.runs import REPEATS, lines, metrics, same_weights, write_config

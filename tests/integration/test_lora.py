@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from npu_vlrl.cli import main
 from npu_vlrl.config import dump_config
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from tests.support.learning import (
     SMALL_LORA,
     Probe,

@@ -9,7 +9,7 @@ import torch
 
 from npu_vlrl.config import load_config
 from npu_vlrl.paths import rooted
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 
 torch.set_num_threads(1)
 

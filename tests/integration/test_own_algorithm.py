@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npu_vlrl.config import ConfigError
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from tests.support.runs import metrics, small_config
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import pytest
 
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.tasks.episodes import episode_task
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from npu_vlrl.types import SegmentKind
 from tests.support import dialogue
 from tests.support.learning import tiny_folder

@@ -13,7 +13,7 @@ import torch
 from npu_vlrl.algorithms import LOSSES
 from npu_vlrl.algorithms.presets import PRESETS
 from npu_vlrl.config import load_config
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from tests.support.learning import tiny_folder
 
 torch.set_num_threads(1)

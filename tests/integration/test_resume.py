@@ -22,7 +22,7 @@ from npu_vlrl.interrupt import CtrlC, Interrupted
 from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.trainer import Learner
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from tests.support.checkpoints import as_of_old, seal
 from tests.support.learning import plain_model
 from tests.support.ranks import PATIENCE_S

@@ -22,7 +22,7 @@ from npu_vlrl.workflow.tools import Toolbox
 from tests.support.program import program, records
 
 ROOT = Path(__file__).parents[2]
-PHOTOS = ROOT / "npu_vlrl/data/assets/photos"
+PHOTOS = ROOT / "npu_vlrl/tasks/photos"
 CONFIG = ROOT / "configs/rotation_tiny.yaml"
 
 

@@ -17,7 +17,7 @@ from npu_vlrl.config import ConfigError
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.report.plots.curves import CURVES
 from npu_vlrl.report.sinks.tensorboard_sink import TensorBoardSink
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from tests.support.runs import lines, small_config
 
 SETTINGS: dict[str, Any] = {
@@ -131,7 +131,7 @@ def test_a_missing_package_is_said_before_anything_is_made(tmp_path: Path) -> No
     config = small_config(tmp_path / "run", run__sinks=["trackio"])
     with (
         mock.patch("npu_vlrl.report.sinks.sinks.find_spec", return_value=None),
-        pytest.raises(ConfigError, match="trackio is not installed; pip install"),
+        pytest.raises(ConfigError, match="trackio is not installed: pip install"),
     ):
         train(config)
     assert not (tmp_path / "run").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from npu_vlrl.algorithms import AlgorithmConfig
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from npu_vlrl.types import Sample
 from tests.support.learning import with_advantage
 from tests.support.runs import metrics, small_config

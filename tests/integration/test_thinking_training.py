@@ -6,7 +6,7 @@ from pathlib import Path
 
 from npu_vlrl.config import load_config
 from npu_vlrl.model.tiny import write_tiny_model
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from tests.support.runs import lines
 from tests.support.tokenizers import template
 

@@ -52,7 +52,7 @@ def test_npu_vlrl_before_torch_saves_the_import_of_torch() -> None:
     assert refused.returncode == 1 and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in refused.stderr
 
 
-@pytest.mark.parametrize("first", ["model.load", "cli, npu_vlrl.train, npu_vlrl.sync.weights"])
+@pytest.mark.parametrize("first", ["model.load", "cli, npu_vlrl.train_loop, npu_vlrl.sync.weights"])
 def test_modules_import_without_cann(first: str) -> None:
     """transformers would import torch_npu, and fail with it."""
     done = python(f"import npu_vlrl.{first}; print('fine')", {})

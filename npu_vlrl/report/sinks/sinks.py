@@ -19,15 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from npu_vlrl.config import ConfigError
+from npu_vlrl.config.extras import remedy
 from npu_vlrl.types import Image, Trajectory
-
-PACKAGES = {
-    "tensorboard": "tensorboard==2.21.0",
-    "wandb": "wandb==0.30.0",
-    "swanlab": "swanlab==0.10.3",
-    "trackio": "trackio==0.43.0",
-}
-"""What pip installs for each; the versions that were tested, as in requirements-sinks.txt."""
 
 IDS = "sinks.json"
 """In the run folder: the id under which each service knows the run, so that a resumed one goes on with its curves."""
@@ -139,7 +132,7 @@ def check_installed(names: Sequence[str]) -> None:
     for name in names:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # a folder that only has the name, such as one with a service's files
-            raise ConfigError(f"run.sinks: {name} is not installed; pip install {PACKAGES[name]}, or leave it out")
+            raise ConfigError(f"run.sinks: {name} is not installed: {remedy(name)}, or leave it out")
 
 
 def pictures_of(trajectory: Trajectory) -> list[Picture]:

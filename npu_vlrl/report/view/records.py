@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
 from npu_vlrl.config import ConfigError, WorkflowConfig
+from npu_vlrl.config.yaml_text import read_yaml
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.report.view.content import Content
@@ -177,8 +176,8 @@ class RunRecords:
 def _read_config(file: Path) -> dict[str, Any]:
     """As it was written, also by another release with other keys; empty when there is none."""
     try:
-        found = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        found = read_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, YAMLError):
         return {}
     return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
 

@@ -1,4 +1,4 @@
-"""The 60 geometry problems of examples/geo3k_sample as parquet in verl's schema.
+"""The 60 geometry problems of `SAMPLE` as parquet in verl's schema.
 
 Answers stay as published, because math-verify judges them as they are. Where the published answer is the letter of a
 choice (MATH-Vision), the choices are lettered and the letter is asked for; where it is a value (Geometry3K), the
@@ -23,6 +23,9 @@ from npu_vlrl.data.columns import IMAGE_TAG
 from npu_vlrl.data.files import read_records
 from npu_vlrl.data.records import control_character, written_schema
 from npu_vlrl.types import DataError
+
+SAMPLE = Path(__file__).parent / "sample"
+"""problems.jsonl, images/, and LICENSES/ of both."""
 
 INSTRUCTION = "Think step by step and put the final answer in \\boxed{}."
 

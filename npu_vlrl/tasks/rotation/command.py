@@ -12,7 +12,9 @@ HELP = "turned photographs as parquet in verl's schema"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--photos", required=True, metavar="DIR", help="upright .jpg, .png, .webp files, also below")
+    parser.add_argument(
+        "--photos", metavar="DIR", type=Path, help="upright .jpg, .png, .webp files, also below; else four samples"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for train.parquet and test.parquet")
     parser.add_argument("--per-photo", type=int, default=1, metavar="N", help="pictures made of each photograph")
     parser.add_argument(
@@ -24,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
-    from npu_vlrl.tasks.rotation.data import CONTINUOUS, convert
+    from npu_vlrl.tasks.rotation.data import CONTINUOUS, PHOTOS, convert
 
     match options.angles:
         case ["continuous"]:
@@ -33,7 +35,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
             step = float(degrees)
         case words:
             raise ConfigError(f"--angles must be continuous, or multiples-of K, got {' '.join(words)!r}")
-    photos, out = Path(options.photos), Path(options.out)
+    photos, out = options.photos or PHOTOS, Path(options.out)
     try:
         report = convert(photos, out, options.per_photo, step, options.size, options.eval_share, options.seed)
     except ValueError as error:

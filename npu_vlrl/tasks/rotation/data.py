@@ -27,6 +27,9 @@ from npu_vlrl.data.images import read_image
 from npu_vlrl.data.records import written_schema
 from npu_vlrl.types import DataError, Image
 
+PHOTOS = Path(__file__).parents[1] / "photos"
+"""Four photographs that come with the package."""
+
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
 SMALLEST = 28

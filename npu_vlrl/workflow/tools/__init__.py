@@ -20,7 +20,7 @@ from npu_vlrl.workflow.tools.draw_line import draw_line
 from npu_vlrl.workflow.tools.flip import flip
 from npu_vlrl.workflow.tools.frame import Frame
 from npu_vlrl.workflow.tools.hermes import ParsedCalls, parse_tool_calls
-from npu_vlrl.workflow.tools.invoke import ToolFunction, invoke
+from npu_vlrl.workflow.tools.invoke import Tool, invoke
 from npu_vlrl.workflow.tools.look import look
 from npu_vlrl.workflow.tools.rotate import rotate
 from npu_vlrl.workflow.tools.schema import function_schema, on_scale, validate
@@ -28,9 +28,19 @@ from npu_vlrl.workflow.tools.user import UserTool
 from npu_vlrl.workflow.tools.zoom import zoom
 from npu_vlrl.workflow.workers import check_limits, is_spec
 
-__all__ = ["TOOLS", "Frame", "ParsedCalls", "ToolContext", "ToolError", "Toolbox", "on_scale", "parse_tool_calls"]
+__all__ = [
+    "TOOLS",
+    "Frame",
+    "ParsedCalls",
+    "Tool",
+    "ToolContext",
+    "ToolError",
+    "Toolbox",
+    "on_scale",
+    "parse_tool_calls",
+]
 
-TOOLS: dict[str, ToolFunction] = {
+TOOLS: dict[str, Tool] = {
     "rotate": rotate,
     "flip": flip,
     "crop": crop,
@@ -56,7 +66,7 @@ class _BuiltIn:
     wrong_replies = 0
     """It asks no other process."""
 
-    def __init__(self, function: ToolFunction) -> None:
+    def __init__(self, function: Tool) -> None:
         self._function = function
         self.schema = function_schema(function)
 
@@ -133,7 +143,7 @@ def _parameters(tool: _Tool) -> dict[str, Any]:
     return parameters
 
 
-def _find(name: str) -> ToolFunction:
+def _find(name: str) -> Tool:
     if name not in TOOLS:
         nearest = difflib.get_close_matches(name, TOOLS, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""

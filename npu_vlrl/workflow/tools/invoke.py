@@ -11,10 +11,11 @@ from npu_vlrl.types import DataError, Image, ToolResult
 from npu_vlrl.workflow.texts import described, flaw, told
 from npu_vlrl.workflow.tools.context import ToolContext, ToolError
 
-ToolFunction = Callable[..., ToolResult]
+Tool = Callable[..., ToolResult]
+"""A function `(ctx: ToolContext, **typed arguments) -> ToolResult` with a docstring, both for the model."""
 
 
-def invoke(name: str, function: ToolFunction, ctx: ToolContext, arguments: Mapping[str, Any]) -> ToolResult:
+def invoke(name: str, function: Tool, ctx: ToolContext, arguments: Mapping[str, Any]) -> ToolResult:
     """Never raises: what goes wrong becomes an error result for the model."""
     hints = get_type_hints(function)
     typed = {key: _typed(value, hints[key]) for key, value in arguments.items()}

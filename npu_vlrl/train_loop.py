@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from npu_vlrl.cluster import check_started
 from npu_vlrl.config import Config
 from npu_vlrl.interrupt import CtrlC, Interrupted
 from npu_vlrl.learner.group import LearnerGroup
@@ -25,8 +26,10 @@ def train(config: Config) -> dict[str, Any]:
     Of several processes, as torchrun starts them, the first does so; the others learn with it or sample for it
     (`train.learners`), and return nothing.
 
-    Raises Interrupted after the first Ctrl-C, with a checkpoint if a step was done; a second one ends the process.
+    Raises ConfigError and DataError for what cannot be trained, and Interrupted after the first Ctrl-C, with a
+    checkpoint if a step was done; a second one ends the process.
     """
+    check_started(config)
     if is_engine():
         run_engine(config)
         return {}

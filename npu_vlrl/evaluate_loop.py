@@ -7,6 +7,7 @@ import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
 
+from npu_vlrl.cluster import check_started
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.evaluation import Evaluation
 from npu_vlrl.hardware import software
@@ -18,7 +19,7 @@ from npu_vlrl.report.lines import read_lines
 from npu_vlrl.run import Run
 
 
-def evaluate_only(config: Config) -> dict[str, float]:
+def evaluate(config: Config) -> dict[str, float]:
     """Plays the evaluation tasks with the model as it is; returns the means over all tasks.
 
     Each batch of episodes is recorded as it ends, and a resumed evaluation plays those that are missing: it gives what
@@ -26,6 +27,7 @@ def evaluate_only(config: Config) -> dict[str, float]:
 
     Raises ConfigError when `run.dir` holds a run that is not this evaluation.
     """
+    check_started(config)
     if is_engine():
         run_engine(config)
         return {}

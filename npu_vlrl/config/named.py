@@ -1,0 +1,27 @@
+"""Configurations that come with the package, by name."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from npu_vlrl.fields import ConfigError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""In a checkout a link to `configs/` at its top, of which a built package has a copy."""
+
+
+def find(name: str | Path) -> Path:
+    """The file of a configuration: a path, or a name such as `photo_tiny` or `tasks/geo3k`. A file wins over a name.
+
+    Raises ConfigError, which tells the nearest names, or all of them.
+    """
+    if (path := Path(name)).is_file():
+        return path
+    known = {file.relative_to(CONFIGS).with_suffix("").as_posix(): file for file in sorted(CONFIGS.rglob("*.yaml"))}
+    if str(name) in known:
+        return known[str(name)]
+    last_words = {word.rpartition("/")[2]: word for word in known}
+    near = difflib.get_close_matches(path.stem, last_words, 1)
+    told = f"did you mean {last_words[near[0]]}?" if near else f"known by name are {', '.join(known)};"
+    raise ConfigError(f"{name}: no such configuration file; {told} `npu-vlrl init` writes a first one")
