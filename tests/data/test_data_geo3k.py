@@ -14,7 +14,7 @@ import pytest
 from math_verify import parse, verify
 
 from npu_vlrl.data.records import load_tasks
-from npu_vlrl.tasks.geo3k.data import INSTRUCTION, convert
+from npu_vlrl.tasks.geo3k.data import INSTRUCTION, SAMPLE, convert
 from npu_vlrl.types import DataError, Image, Task
 
 PROBLEMS = {p["id"]: p for p in map(json.loads, (SAMPLE / "problems.jsonl").read_text().splitlines())}
