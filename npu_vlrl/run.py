@@ -53,9 +53,11 @@ class Run:
             self.inputs.check()
         self.parts: Parts = build(absolute, self.folder.path, cleanup, draws)
         self.folder.format = self.parts.format
+        self._absolute = absolute
+        self.algorithm = absolute.algorithm.resolved()
         workflow = config.workflow
         self.group_rewards = GroupRewards(
-            absolute.algorithm.reward_of_groups,
+            self.algorithm.reward_of_groups,
             lambda trajectory: outcome(trajectory, workflow.reward_mode, workflow.turn_discount),
         )
         self.console = ConsoleReport(config.train.steps, config.run.log_every)
@@ -93,7 +95,7 @@ class Run:
 
     def new_learner(self) -> LearnerGroup:
         """See `build.new_learners`."""
-        return new_learners(self.config, self.parts)
+        return new_learners(self._absolute, self.parts)
 
     def resume(self, learner: LearnerGroup) -> int:
         """Restores the newest checkpoint; returns the steps done, 0 for a new run.
@@ -146,7 +148,7 @@ class Run:
             parts.train_sampling,
             config.rollout.max_failed_share,
             self.has_spread,
-            self.config.algorithm.selection.extra_groups,
+            self.algorithm.selection.extra_groups,
         )
         schedule = Schedule(config.rollout.groups, config.train.staleness, config.train.steps, step)
         return Stream(episodes, parts.train_tasks, schedule, parts.world.enter_thread)
@@ -168,7 +170,7 @@ class Run:
             f"step{step}",
             config.rollout.max_failed_share,
             self.has_spread,
-            self.config.algorithm.selection.extra_groups,
+            self.algorithm.selection.extra_groups,
         )
         parts.engine.sleep()  # the learner needs the memory now
         return played

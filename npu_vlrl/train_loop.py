@@ -86,8 +86,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
 
 def learn(run: Run, learner: LearnerGroup, step: int, rollout: Rollout) -> tuple[list[Sample], dict[str, float]]:
     """Trains on the groups of a step; returns the samples with their advantages, and metrics."""
-    algorithm = run.config.algorithm
-    chosen = algorithm.selection.select(run.export(rollout.trajectories))
-    samples, metrics = algorithm.with_credit(learner.score(chosen))
+    chosen = run.algorithm.selection.select(run.export(rollout.trajectories))
+    samples, metrics = run.algorithm.with_credit(learner.score(chosen))
     metrics |= run.group_rewards.metrics(rollout.trajectories)
     return samples, learner.step(samples, step, note=run.records(step)) | metrics

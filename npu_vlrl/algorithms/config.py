@@ -203,8 +203,7 @@ class AlgorithmBase(Section):
     def try_own(self) -> None:
         """Loads what is from the user's own files, and calls a loss, before a model is loaded. Raises ConfigError."""
         here = self.resolved()
-        terms = here.policy_terms()
-        assert here.estimator and (self.group_reward is None or here.reward_of_groups)
+        _, _, terms = here.estimator, here.reward_of_groups, here.policy_terms()
         if here.loss not in LOSSES:
             own.try_loss(terms.loss, "algorithm.loss")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,5 +93,6 @@ def _with_reward(trajectory: Trajectory, earned: float) -> Trajectory:
     if not trajectory.turns or not earned:
         return trajectory
     *before, last = trajectory.turns
-    action = replace(last.action, reward=last.action.reward + earned)
+    action = copy.copy(last.action)  # checked when it was made, with special tokens that it does not keep
+    object.__setattr__(action, "reward", action.reward + earned)
     return replace(trajectory, turns=(*before, replace(last, action=action)))

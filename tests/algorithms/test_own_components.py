@@ -90,7 +90,7 @@ def test_files_and_functions_that_are_not_there(tmp_path: Path) -> None:
             {"width": "a"},
             "algorithm.loss_options.width: Input should be",
         ),
-        ("@loss(Plain)\ndef mine(tokens, options): pass", {"wide": 1.0}, "unknown option; there are: width"),
+        ("@loss(Plain)\ndef mine(tokens, options): pass", {"bound": 1.0}, "unknown option; there are: width"),
         ("def mine(tokens): pass", {"width": 1.0}, "loss_options.width: unknown option; there are: none"),
         ("@estimator()\ndef mine(batch): pass", {}, "decorated as Estimator where Loss is asked for; correct that"),
         ("@loss(needs=('values',))\ndef mine(tokens): pass", {}, "needs names values; choose from proximal_N"),
@@ -107,7 +107,7 @@ def test_what_cannot_be_a_loss(tmp_path: Path, code: str, given: dict[str, Any],
         ("return 1.0", "it returned a float for 4 tokens"),
         ("return tokens.logprobs_N.detach()", "its loss has no gradient; compute it from tokens.logprobs_N"),
         ("return tokens.logprobs_N / 0", "its loss is not finite for log-probabilities that are"),
-        ("return tokens.logprobs_N[:1].expand(len(tokens.logprobs_N))", "(tried with 0 tokens)"),
+        ("return tokens.logprobs_N + tokens.logprobs_N[0]", "(tried with 0 tokens)"),
         ("raise KeyError('x')", "raised KeyError: 'x'"),
         ("return tokens.logprobs_N, {'mean': 1.0}", "its metric 'mean' cannot be recorded; end it in _sum"),
         ("return tokens.logprobs_N, {'gap_max': 1.0}", "its metric 'gap_max' cannot be recorded"),
@@ -123,7 +123,7 @@ def test_a_loss_that_cannot_be_used_is_refused_early(tmp_path: Path, body: str, 
 
 def test_options_beside_a_built_in_component() -> None:
     with pytest.raises(
-        ConfigError, match=r"^algorithm.loss_options: are for a file of your own; remove them, or write th"
+        ConfigError, match=r"^algorithm.loss_options: are for a file of your own; remove them, or write what cispo"
     ):
         AlgorithmConfig(loss="cispo", loss_options={"clip_low": 0.1}).resolved()
     with pytest.raises(ConfigError, match="has no effect without algorithm.group_reward"):
@@ -211,7 +211,7 @@ def test_what_an_estimator_may_not_return(tmp_path: Path, body: str, message: st
 
 def episode(member: int, *rewards: float, group: str = "g") -> Trajectory:
     action = sample("", "", 0.0).segments[1]
-    turns = tuple(Turn((), replace(action, reward=reward), "") for reward in rewards)
+    turns = tuple(Turn((), replace(action, special=SPECIAL, reward=reward), "") for reward in rewards)
     return Trajectory(Task("t", (), None, "test"), group, member, turns, EpisodeStatus.MAX_TURNS)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from npu_vlrl.algorithms import LOSSES
 from npu_vlrl.algorithms.kl import KLKind, kl_per_token
 from npu_vlrl.algorithms.loss_tokens import LossTokens
-from tests.support.losses import Bounds, loss
+from tests.support.losses import Bounds, call
 
 torch.set_num_threads(1)
 
@@ -58,7 +58,7 @@ def test_equals_the_definition(
     ratios = [math.exp(log) for log in logs]
     pairs = list(zip(ratios, advantages, strict=True))
     given_N = LossTokens(f64(logprobs), f64(behaviour), f64(advantages), None, torch.tensor(samples), 4)
-    found, metrics = loss(kind, given_N, Bounds(low, high, dual))
+    found, metrics = call(kind, given_N, Bounds(low, high, dual))
     counts = [0, 0, 0]
     if kind == "cispo":
         expected = [-clip(r, 1 - low, 1 + high) * a * p for (r, a), p in zip(pairs, logprobs, strict=True)]
@@ -97,14 +97,14 @@ CASES = {
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "slope"), CASES.values(), ids=CASES.keys())
 def test_ppo_by_hand(ratio: float, advantage: float, loss: float, slope: float) -> None:
     logprob = f64([-1.0], grad=True)
-    found, _ = loss("ppo", LossTokens(logprob, f64([-1.0 - math.log(ratio)]), f64([advantage])), Bounds(0.2, 0.28, 3.0))
+    found, _ = call("ppo", LossTokens(logprob, f64([-1.0 - math.log(ratio)]), f64([advantage])), Bounds(0.2, 0.28, 3.0))
     assert found.item() == pytest.approx(loss)
     assert gradient(found, logprob) == pytest.approx([slope])
 
 
 def test_without_dual_clip_a_far_likelier_bad_token_pulls_without_limit() -> None:
     logprob = f64([-1.0], grad=True)
-    found, metrics = loss("ppo", LossTokens(logprob, f64([-1.0 - math.log(5)]), f64([-2.0])), Bounds(0.2, 0.28))
+    found, metrics = call("ppo", LossTokens(logprob, f64([-1.0 - math.log(5)]), f64([-2.0])), Bounds(0.2, 0.28))
     assert gradient(found, logprob) == pytest.approx([10.0])
     assert metrics["dual_clip_sum"].item() == 0
 
@@ -114,7 +114,7 @@ def test_the_anchor_is_the_proximal_policy_where_there_is_one(kind: str) -> None
     """Ratio 1.1 to the learner's own word and 0.5 to the engine's."""
     logprobs, engine, own = f64([-1.0]), f64([-1.0 + math.log(2)]), f64([-1.0 - math.log(1.1)])
     found = [
-        loss(kind, LossTokens(logprobs, engine, f64([1.0]), proximal), Bounds(0.2, 0.2))[1]["ratio_sum"].item()
+        call(kind, LossTokens(logprobs, engine, f64([1.0]), proximal), Bounds(0.2, 0.2))[1]["ratio_sum"].item()
         for proximal in (own, None)
     ]
     assert found == pytest.approx([1.1, 0.5])
@@ -124,9 +124,9 @@ def test_each_bound_counts_the_tokens_that_it_stops() -> None:
     """Ratios 5 and 0.1, each with an advantage above, below and at zero."""
     logs = [math.log(5)] * 3 + [math.log(0.1)] * 3
     tokens = LossTokens(f64(logs), f64([0.0] * 6), f64([1.0, -1.0, 0.0] * 2))
-    _, metrics = loss("ppo", tokens, Bounds(0.2, 0.28, 3.0))
+    _, metrics = call("ppo", tokens, Bounds(0.2, 0.28, 3.0))
     assert [int(metrics[f"{name}_sum"]) for name in ("clip_low", "clip_high", "dual_clip")] == [1, 1, 1]
-    _, metrics = loss("cispo", tokens, Bounds(0.2, 0.28, 3.0))
+    _, metrics = call("cispo", tokens, Bounds(0.2, 0.28, 3.0))
     assert [int(metrics[f"{name}_sum"]) for name in ("clip_low", "clip_high", "dual_clip")] == [3, 3, 0]
 
 
@@ -138,7 +138,7 @@ def test_the_sequence_ratio_spreads_its_gradient_over_the_sample() -> None:
     behaviour = f64([-1.0, -2.0, -3.0])
     logprobs = f64([-0.9, -2.0, -3.5], grad=True)
     tokens = LossTokens(logprobs, behaviour, f64([2.0, 2.0, 1.0]), None, torch.tensor([0, 0, 1]), 2)
-    found, _ = loss("gspo", tokens, Bounds(0.2, 0.28))
+    found, _ = call("gspo", tokens, Bounds(0.2, 0.28))
     s = math.exp(0.05)
     assert found.tolist() == pytest.approx([-2 * s, -2 * s, -math.exp(-0.5)])
     assert gradient(found * f64([0.5, 0.5, 0.0]), logprobs) == pytest.approx([-s, -s, 0.0])
@@ -148,7 +148,7 @@ def test_gspo_keeps_the_advantage_of_each_token() -> None:
     """Turns of one sample with their own advantages: A s for each, not the mean of them (GSPO-token)."""
     logprobs = f64([-0.9, -2.0, -3.0], grad=True)
     tokens = LossTokens(logprobs, f64([-1.0, -2.0, -3.0]), f64([2.0, -1.0, 0.0]), None, torch.tensor([0, 0, 0]), 1)
-    found, _ = loss("gspo", tokens, Bounds(0.2, 0.28))
+    found, _ = call("gspo", tokens, Bounds(0.2, 0.28))
     s = math.exp(0.1 / 3)
     assert gradient(found, logprobs) == pytest.approx([-2 * s, s, 0.0])
 
@@ -156,14 +156,14 @@ def test_gspo_keeps_the_advantage_of_each_token() -> None:
 def test_one_token_of_a_clipped_sample_gets_no_gradient_though_its_own_ratio_is_one() -> None:
     logprobs = f64([-1.0, 0.0], grad=True)
     tokens = LossTokens(logprobs, f64([-1.0, -2.0]), f64([1.0, 1.0]), None, torch.tensor([0, 0]), 1)
-    assert gradient(loss("gspo", tokens, Bounds(0.2, 0.2))[0], logprobs) == [0.0, 0.0]
-    assert gradient(loss("ppo", tokens, Bounds(0.2, 0.2))[0], logprobs) == [-1.0, 0.0]
+    assert gradient(call("gspo", tokens, Bounds(0.2, 0.2))[0], logprobs) == [0.0, 0.0]
+    assert gradient(call("ppo", tokens, Bounds(0.2, 0.2))[0], logprobs) == [-1.0, 0.0]
 
 
 def test_gspo_of_a_sample_of_one_token_is_ppo() -> None:
     logprobs, behaviour, advantages = f64([-1.0, -0.5, -3.0]), f64([-1.1, -1.5, -1.0]), f64([1.0, -1.0, -2.0])
     tokens = LossTokens(logprobs, behaviour, advantages, None, torch.tensor([2, 0, 1]), 3)
-    found, expected = (loss(kind, tokens, Bounds(0.2, 0.28, 3.0)) for kind in ("gspo", "ppo"))
+    found, expected = (call(kind, tokens, Bounds(0.2, 0.28, 3.0)) for kind in ("gspo", "ppo"))
     assert found[0].tolist() == pytest.approx(expected[0].tolist())
     assert {k: v.item() for k, v in found[1].items()} == pytest.approx({k: v.item() for k, v in expected[1].items()})
 
@@ -171,7 +171,7 @@ def test_gspo_of_a_sample_of_one_token_is_ppo() -> None:
 def test_the_sequence_ratio_needs_the_samples() -> None:
     zero = torch.zeros(1)
     with pytest.raises(AssertionError, match="which tokens are its own"):
-        loss("gspo", LossTokens(zero, zero, zero), Bounds(0.2, 0.2))
+        call("gspo", LossTokens(zero, zero, zero), Bounds(0.2, 0.2))
 
 
 # --- cispo, reinforce ------------------------------------------------------------------------------------------------
@@ -182,15 +182,15 @@ def test_cispo_clips_the_weight_and_never_the_gradient() -> None:
     logprobs = f64([-1.0, -2.0, -3.0], grad=True)
     behaviour = f64([-1.0 - math.log(4), -2.0, -3.0 + math.log(4)])
     tokens = LossTokens(logprobs, behaviour, f64([1.0, -2.0, 3.0]))
-    found, _ = loss("cispo", tokens, Bounds(0.2, 0.28, 3.0))
+    found, _ = call("cispo", tokens, Bounds(0.2, 0.28, 3.0))
     assert found.tolist() == pytest.approx([1.28 * 1.0 * 1.0, -2.0 * 2.0, 0.8 * 3.0 * 3.0])
     assert gradient(found, logprobs) == pytest.approx([-1.28, 2.0, -2.4])
-    assert gradient(loss("ppo", tokens, Bounds(0.2, 0.28, 3.0))[0], logprobs)[0] == 0
+    assert gradient(call("ppo", tokens, Bounds(0.2, 0.28, 3.0))[0], logprobs)[0] == 0
 
 
 def test_cispo_without_a_lower_bound_as_in_the_paper() -> None:
     logprobs = f64([-3.0], grad=True)
-    found, metrics = loss("cispo", LossTokens(logprobs, f64([-3.0 + math.log(8)]), f64([1.0])), Bounds(1.0, 0.28))
+    found, metrics = call("cispo", LossTokens(logprobs, f64([-3.0 + math.log(8)]), f64([1.0])), Bounds(1.0, 0.28))
     assert gradient(found, logprobs) == pytest.approx([-1 / 8])
     assert metrics["clip_low_sum"].item() == 0
 
@@ -198,13 +198,13 @@ def test_cispo_without_a_lower_bound_as_in_the_paper() -> None:
 def test_inside_the_bounds_cispo_and_ppo_have_one_gradient() -> None:
     logprobs = f64([-1.0, -2.0], grad=True)
     tokens = LossTokens(logprobs, f64([-1.1, -1.9]), f64([1.5, -0.5]))
-    first, second = (gradient(loss(kind, tokens, Bounds(0.2, 0.2))[0], logprobs) for kind in ("cispo", "ppo"))
+    first, second = (gradient(call(kind, tokens, Bounds(0.2, 0.2))[0], logprobs) for kind in ("cispo", "ppo"))
     assert first == pytest.approx(second)
 
 
 def test_reinforce_does_not_look_at_the_ratio() -> None:
     logprobs = f64([-1.0, -2.0], grad=True)
-    found, metrics = loss("reinforce", LossTokens(logprobs, f64([-9.0, 0.0]), f64([2.0, -1.0])), Bounds(0.2, 0.2, 3.0))
+    found, metrics = call("reinforce", LossTokens(logprobs, f64([-9.0, 0.0]), f64([2.0, -1.0])), Bounds(0.2, 0.2, 3.0))
     assert found.tolist() == [2.0, -2.0]
     assert gradient(found, logprobs) == [-2.0, 1.0]
     assert metrics["ratio_max"].item() == pytest.approx(math.exp(8))
@@ -219,7 +219,7 @@ def test_reinforce_does_not_look_at_the_ratio() -> None:
 def test_absurd_ratios_stay_finite(kind: str, advantage: float, gap: float) -> None:
     logprob, zero = torch.tensor([gap], requires_grad=True), torch.zeros(1)
     tokens = LossTokens(logprob, zero, torch.tensor([advantage]), zero, torch.tensor([0]), 1)
-    found, metrics = loss(kind, tokens, Bounds(0.2, 0.2))
+    found, metrics = call(kind, tokens, Bounds(0.2, 0.2))
     assert found.isfinite().all() and metrics["ratio_max"].isfinite()
     weight = {"cispo": 1.2 if gap > 0 else 0.8, "reinforce": 1.0}.get(kind, 0.0)  # the others pass no gradient
     assert gradient(found, logprob) == pytest.approx([-weight * advantage])

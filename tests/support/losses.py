@@ -34,7 +34,7 @@ def chosen(table: Mapping[str, Component], name: str, settings: Mapping[str, Any
     return Chosen(component, component.options(**{k: v for k, v in settings.items() if k in component.option_names}))
 
 
-def loss(name: str, tokens: LossTokens, bounds: Bounds) -> Any:
+def call(name: str, tokens: LossTokens, bounds: Bounds) -> Any:
     return chosen(LOSSES, name, bounds._asdict())(tokens)
 
 
