@@ -117,7 +117,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
         train_tasks,
         eval_tasks,
         eval_skipped,
-        Sampling(rollout.temperature, rollout.top_p, rollout.top_k, config.train.seed),
+        Sampling(rollout.temperature, seed=config.train.seed),
         Sampling(evaluation.temperature, evaluation.top_p, evaluation.top_k, config.train.seed),
         setting.wrong_replies,
     )

@@ -72,13 +72,13 @@ def _ops(names: list[str], dtype: str) -> Iterator[Check]:
 def _single() -> Iterator[Check]:
     """One process on the first device."""
     yield Check("streams", f"{HERE}.facts:streams", "nothing; update the driver")
-    yield Check("graph capture", f"{HERE}.decoding:graph_capture", "rollout.record=false")
+    yield Check("graph capture", f"{HERE}.decoding:graph_capture", "rollout.graphs=false")
     ops = "NPU_VLRL_REFERENCE_OPS= with the ops that failed, or rollout.engine=vllm"
     for kind in ("qwen2_5_vl", "qwen3_vl"):
         yield Check(f"in-process engine, {kind}", f"{HERE}.engines:inprocess", ops, {"kind": kind}, 180.0)
     for model in MODELS:
         arguments = {"model": model}
-        yield Check(f"decode step of {model}", f"{HERE}.decoding:decode_step", "rollout.record=false", arguments)
+        yield Check(f"decode step of {model}", f"{HERE}.decoding:decode_step", "rollout.graphs=false", arguments)
 
 
 def _several(ranks: int) -> Iterator[Check]:

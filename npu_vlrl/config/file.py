@@ -25,6 +25,13 @@ OPTIONS_OF = ("name", "rule")
 """Keys that name the owner of the `options` beside them: `environment.name`, `workflow.name`, `reward.rule`, a term's
 `rule`."""
 
+SUCCESSORS = {
+    "rollout.record": "it is rollout.graphs now",
+    "rollout.top_p": "training samples from the whole distribution; leave it out, or set evaluation.top_p",
+    "rollout.top_k": "training samples from the whole distribution; leave it out, or set evaluation.top_k",
+}
+"""Keys of earlier versions."""
+
 INTERPOLATION = re.compile(rf"\$\{{(oc\.\w+:|({'|'.join(Config.model_fields)})\.)[^}}]*\}}")
 """References such as `${train.seed}`, which were replaced once."""
 
@@ -144,6 +151,9 @@ def _explain(error: ValidationError) -> Iterator[str]:
     for item in error.errors():
         key = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
+            if key in SUCCESSORS:
+                yield f"  {key}: unknown key; {SUCCESSORS[key]}"
+                continue
             same_depth = [name for name in known if name.count(".") == key.count(".")]
             near = difflib.get_close_matches(key, same_depth, 1)
             yield f"  {key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")

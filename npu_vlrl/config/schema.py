@@ -252,17 +252,13 @@ class RolloutConfig(Section):
     """Trajectories a task."""
     temperature: Positive = 1.0
     """Divides the logits when sampling for training; the learner divides by it, too."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Samples from the likeliest tokens that together have this probability; training takes 1 only."""
-    top_k: CountOrOff = 0
-    """Samples from this many of the likeliest tokens; 0 disables, and training takes 0 only."""
     feature_cache_mib: CountOrOff = 256
     """Memory for vision features, in MiB; 0 disables."""
     cache_mib: Count = 16384
     """Memory for the keys and values of the turns that are decoded together, in MiB, and again for those that are kept
     between turns. What finds no room waits, or is computed again."""
-    record: bool = True
-    """Records a step of decoding and replays it, where the device can: launching it anew takes longer than its work."""
+    graphs: bool = True
+    """Captures a decode step as a graph and replays it, where the device can: launching it takes longer than its work."""
     max_failed_share: Share = 0.5
     """Share of failed groups in a step, or of answers that could not be judged, above which the run ends."""
 
@@ -331,11 +327,6 @@ class Config(Section):
         if self.rollout.group_size == 1 and self.train.steps:
             raise ValueError(
                 "rollout.group_size=1 gives every trajectory the advantage zero; use at least 2 (or train.steps=0)"
-            )
-        if self.train.steps and (self.rollout.top_p < 1 or self.rollout.top_k > 0):
-            raise ValueError(
-                "rollout.top_p below 1 or rollout.top_k above 0 samples from another distribution than the one that is "
-                "trained; leave them at 1 and 0 (evaluation.top_p and evaluation.top_k are free)"
             )
         if self.workflow.turn_tokens >= self.workflow.context_tokens:
             raise ValueError(

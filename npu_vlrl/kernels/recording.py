@@ -36,7 +36,7 @@ def records(platform: Platform, device: torch.device, dtype: torch.dtype) -> boo
     if problem:
         print(
             f"npu-vlrl: {platform.name} does not record the attention of decoding ({problem}); every step is launched "
-            "anew, which is slower and as right. rollout.record=false does not try",
+            "anew, which is slower and as right. rollout.graphs=false does not try",
             file=sys.stderr,
         )
     return problem is None

@@ -21,16 +21,16 @@ ADAPTER = ("model.lora.rank=8", "warm_start.steps=0")
 
 ONE_DEVICE = {
     "one process": (1, ()),
-    "sleep": (1, ("rollout.sleep=true", "rollout.record=false")),
+    "sleep": (1, ("rollout.sleep=true", "rollout.graphs=false")),
     "adapter": (1, ADAPTER),
-    "adapter, in turns": (1, (*ADAPTER, "rollout.sleep=true", "rollout.record=false")),
+    "adapter, in turns": (1, (*ADAPTER, "rollout.sleep=true", "rollout.graphs=false")),
 }
 TWO_DEVICES = {
-    "engine process": (2, ("rollout.record=false",)),
-    "split over two": (1, ("rollout.tensor_parallel=2", "rollout.record=false")),
-    "beside two learners": (2, ("train.learners=all", "train.shard=true", "rollout.record=false")),
-    "beside two, in turns": (2, ("train.learners=all", "rollout.sleep=true", "rollout.record=false")),
-    "asynchronous": (2, ("train.staleness=1", "algorithm.correction=tis", "rollout.record=false")),
+    "engine process": (2, ("rollout.graphs=false",)),
+    "split over two": (1, ("rollout.tensor_parallel=2", "rollout.graphs=false")),
+    "beside two learners": (2, ("train.learners=all", "train.shard=true", "rollout.graphs=false")),
+    "beside two, in turns": (2, ("train.learners=all", "rollout.sleep=true", "rollout.graphs=false")),
+    "asynchronous": (2, ("train.staleness=1", "algorithm.correction=tis", "rollout.graphs=false")),
 }
 CASES = ONE_DEVICE | (TWO_DEVICES if torch.cuda.device_count() > 1 else {})
 

@@ -127,8 +127,8 @@ def test_after_a_refusal_the_corrected_command_starts(base: Path, tmp_path: Path
     message = program(*arguments).refused()
     assert "holds a run; continue it with run.if_exists=resume or choose another run.dir" in message
     assert (
-        "configured differently in rollout.top_k"
-        in program(*arguments, "run.if_exists=resume", "rollout.top_k=3").refused()
+        "configured differently in rollout.temperature"
+        in program(*arguments, "run.if_exists=resume", "rollout.temperature=0.5").refused()
     )
     assert program(*arguments, "run.if_exists=resume").code == 0
 

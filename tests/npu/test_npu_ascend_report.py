@@ -83,7 +83,7 @@ def test_each_kind_of_failure_names_its_key(npu: pytest.MonkeyPatch, tmp_path: P
     together = {"pattern": "all_reduce", "members": "all"}
     faults = [
         fault("wrong_op", "NPU_VLRL_REFERENCE_OPS=rms_norm", arguments={"op": "rms_norm", "dtype": "bfloat16"}),
-        fault("crash", "rollout.record=false"),
+        fault("crash", "rollout.graphs=false"),
         fault("wrong_sum", "train.learners=1", arguments=together, ranks=2),
         fault("damaged_bucket", "sync.through=disk", ranks=2),
         Check("a pair", "tests.support.faults:good", "none", ranks=2),  # so that the next need not wait for a start

@@ -36,7 +36,7 @@ class InProcess(EngineKind):
     ) -> InProcessEngine:
         assert vision is not None
         policy = loaded.policy
-        record = config.rollout.record and records(platform, policy.device, policy.dtype)
+        record = config.rollout.graphs and records(platform, policy.device, policy.dtype)
         new_recorder = platform.recorder if record else lambda: None
         return InProcessEngine(policy, vision, config.rollout.cache_mib * 2**20, new_recorder)
 
