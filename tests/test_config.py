@@ -284,7 +284,8 @@ def test_sections_name_every_key() -> None:
     source = {"path": "x", "columns": {}}
     full = {"model": {"path": "m", "lora": {}}, "data": {"train": source, "eval": source}}
     dumped = Config.model_validate(full).model_dump()
-    dumped["reward"]["options"] = dumped["environment"]["options"] = 0  # free-form
+    for section in ("reward", "environment", "workflow"):
+        dumped[section]["options"] = 0  # free-form
     assert sorted(keys) == sorted(leaves(dumped, ""))
 
 
