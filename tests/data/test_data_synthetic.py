@@ -19,7 +19,7 @@ from npu_vlrl.types import Image
 
 def test_the_photographs_are_there_with_their_licence() -> None:
     assert [photo.size for photo in load_photos()] == [(512, 512), (451, 300), (600, 400), (640, 427)]
-    note = (importlib.resources.files("npu_vlrl.data") / "assets" / "photos" / "LICENSE.txt").read_text()
+    note = (importlib.resources.files("npu_vlrl.tasks") / "photos" / "LICENSE.txt").read_text()
     assert all(name in note for name in PHOTOS) and "CC0" in note and "public domain" in note
 
 
