@@ -40,7 +40,7 @@ class EngineGuard:
         ours = self._learner.logprobs([sample for own in samples.values() for sample in own], TEMPERATURE)
         gaps = {name: np.concatenate([_gap(sample, ours) for sample in own]) for name, own in samples.items()}
         learner = self._learner.own
-        allowed = allowed_gap(learner.config, learner.policy.dtype)
+        allowed = allowed_gap(learner.algorithm, learner.policy.dtype)
         for name, gap_N in gaps.items():
             if not (gap := float(gap_N.max())) <= allowed:  # NaN is not, either
                 raise LearnerError(
