@@ -38,7 +38,11 @@ UNLESS_GIVEN = {"loss": "ppo", "aggregation": "token-mean", "loss_mask": True}
 """What is chosen where neither the configuration nor the preset does."""
 
 if TYPE_CHECKING:
-    PresetName = EstimatorName = LossName = CorrectionName = AggregationName = str
+    PresetName = str
+    EstimatorName = str
+    LossName = str
+    CorrectionName = str
+    AggregationName = str
 else:
     PresetName, EstimatorName, LossName, CorrectionName, AggregationName = (
         Literal[tuple(names)] for names in (PRESETS, ESTIMATORS, LOSSES, CORRECTIONS, AGGREGATIONS)
@@ -116,7 +120,7 @@ class AlgorithmBase(Section):
             else:
                 values[key] = info.default
         self._check(values)
-        found = self.model_copy(update=values)
+        found: Any = self.model_copy(update=values)
         for options in self._used(values):
             found._options(options)
         return found
@@ -211,7 +215,7 @@ class AlgorithmBase(Section):
     def with_observations(self) -> bool:
         """Whether tokens that the policy did not sample are scored."""
         here = self.resolved()
-        return not here.loss_mask or here.advantage_mask is False
+        return not here.loss_mask or getattr(here, "advantage_mask", None) is False
 
     @property
     def needs(self) -> frozenset[str]:

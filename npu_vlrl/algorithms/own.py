@@ -36,7 +36,7 @@ def load(kind: type[C], key: str, spec: str, given: Mapping[str, Any]) -> Chosen
         try:
             inspect.signature(component.function).bind(*range(parameters))
         except TypeError as error:
-            subject = {Estimator: "batch", Loss: "tokens", GroupReward: "group"}[kind]  # type: ignore[index]
+            subject = {Estimator: "batch", Loss: "tokens", GroupReward: "group"}[kind]
             form = subject if parameters == 1 else f"{subject}, options"
             name = spec.rpartition(":")[2]
             raise ValueError(f"{spec} cannot be called with {form} ({error}); write `def {name}({form})`") from error
