@@ -18,6 +18,7 @@ from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.algorithm import Algorithm, resolve
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
+from npu_vlrl.model.families import TINY, family_of_path
 from npu_vlrl.model.inspect import inspect_folder
 from npu_vlrl.model.load import LoadedModel, model_folder
 from npu_vlrl.model.vision import VisionFeatures
@@ -31,10 +32,17 @@ from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.rewards import make_judge
 from npu_vlrl.workflow.tools import Toolbox, on_scale
+from npu_vlrl.workflow.tools.forms import FORMS, ToolForm
 from npu_vlrl.workflow.vision_multiturn import Sampling, VisionMultiTurnAgenticWorkflow
 
 EVALUATION_SEED = 1_000_003
 """Added to `train.seed` for generated evaluation tasks, so that no training task is among them."""
+
+
+TEXT_UNIT = 28
+"""Pixels along the side of a card in generated pictures, for a model that does not see them; where it does, a card is
+one of its tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
     `remote.RemoteEngine` raises when another rank cannot begin.
     """
     platform = prepare(config)
-    if started_processes() == 1 and not config.model.path.startswith("tiny:"):
+    if started_processes() == 1 and not config.model.path.startswith(TINY):
         inspect_folder(config.model.path)  # before data are read; of several processes the others are met first
     algorithm = resolve(config.algorithm)
     if algorithm.advantage == "gigpo" and not config.environment.is_game:
@@ -118,12 +126,13 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
 
 
 def new_workflow(config: Config, setting: Setting, loaded: LoadedModel) -> VisionMultiTurnAgenticWorkflow:
-    renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
+    renderer = Renderer(loaded.tokenizer, loaded.processor, str(loaded.folder), chat=loaded.policy.family.chat)
     schemas, processor = setting.schemas, loaded.processor
+    form = FORMS[loaded.policy.family.chat.tool_calls]
     if processor is not None and processor.position_scale is not None:
         schemas = [on_scale(schema, processor.position_scale) for schema in schemas]
     return VisionMultiTurnAgenticWorkflow(
-        config.workflow, renderer, lambda: setting.new_environment(processor, renderer.opens_thought), schemas
+        config.workflow, renderer, lambda: setting.new_environment(processor, renderer.opens_thought, form), schemas
     )
 
 
@@ -156,8 +165,10 @@ def new_learners(config: Config, parts: Parts) -> LearnerGroup:
 class Setting:
     """What the configured environment is to the rest of a run."""
 
-    new_environment: Callable[[ImageProcessor | None, bool | None], Environment]
-    """Takes what makes patches of pictures, and whether the chat template opens a thought (None: no model)."""
+    new_environment: Callable[[ImageProcessor | None, bool | None, ToolForm], Environment]
+    """Takes what makes patches of pictures, whether the chat template opens a thought (None: no model), and how calls
+    of tools are written.
+    """
     schemas: Sequence[Mapping[str, Any]] = ()
     """Functions that the policy is told it may call."""
     check_gold: Callable[[str], None] | None = None
@@ -174,7 +185,7 @@ def make_setting(config: Config, cleanup: ExitStack) -> Setting:
 def _game(config: Config) -> Setting:
     with blaming("environment"):
         new_environment = game_environments(config.environment)
-    return Setting(lambda _, opened: new_environment(opened))
+    return Setting(lambda _, opened, form: new_environment(opened))
 
 
 def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
@@ -187,7 +198,7 @@ def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
         toolbox = Toolbox(workflow.tools, *limits)
     cleanup.callback(toolbox.close)
     return Setting(
-        lambda processor, _: VisualQA(workflow, judge, toolbox, reward.failed_reward, processor),
+        lambda processor, _, form: VisualQA(workflow, judge, toolbox, reward.failed_reward, processor, form),
         toolbox.schemas() if workflow.describe_tools else (),
         judge.check_gold,
         lambda: judge.wrong_replies + toolbox.wrong_replies,
@@ -234,8 +245,8 @@ def _generator(config: Config, name: str, seed: int) -> Callable[[int], Task]:
     if name == "episodes":
         game = config.environment.name.rpartition(":")[2]
         return lambda index: episode_task(game, seed, index)
-    # one merged patch is 28 pixels for Qwen2.5-VL and 32 for Qwen3-VL; the picture is 2 x 2 of them
-    unit = 32 if "qwen3_vl" in config.model.path else 28
+    family = family_of_path(config.model.path)
+    unit = family.vision.token_side if family is not None and family.vision is not None else TEXT_UNIT
     if name == "arrow":
         return lambda index: arrow_task(seed, index, size=2 * unit, card=unit)
     photos = load_photos()

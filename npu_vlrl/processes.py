@@ -23,6 +23,7 @@ from npu_vlrl.learner.group import follow
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.shard import ShardedPolicy
 from npu_vlrl.learner.trainer import Learner
+from npu_vlrl.model.families import family_of_path
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
@@ -144,6 +145,12 @@ def prepare(config: Config) -> Platform:
 
 def _check_vllm(config: Config, platform: Platform) -> None:
     rollout = config.rollout
+    family = family_of_path(config.model.path)
+    if family is not None and not family.vllm:
+        raise ConfigError(
+            f"rollout.engine=vllm: nobody has compared vLLM with the learner for {family.title}; set "
+            "rollout.engine=inprocess"
+        )
     if problem := platform.against_vllm(config.model.dtype):
         raise ConfigError(f"rollout.engine=vllm {problem}")
     several, all_learn = started_processes() > 1, config.train.learners == "all"

@@ -16,6 +16,7 @@ from npu_vlrl.run import Run
 from npu_vlrl.types import DataError, Sample, Task, Trajectory
 from npu_vlrl.workflow.environments import GameEnvironment
 from npu_vlrl.workflow.export import export
+from npu_vlrl.workflow.tools.forms import FORMS
 from npu_vlrl.workflow.vision_multiturn import Sampling
 
 FOLDER = "warm_start"
@@ -60,11 +61,11 @@ async def warm_start(run: Run, between: Callable[[str], None] = lambda _: None) 
 
 async def _demonstrate(run: Run, tasks: TaskSource, step: int) -> list[Trajectory]:
     config, loaded = run.config, run.parts.loaded
-    end = loaded.policy.special.end_of_turn[0]
+    ends = loaded.policy.special.end_of_turn
     rng = random.Random(f"warm start/{config.train.seed}/{step}")
     episodes = []
     for member, task in enumerate(tasks.next(config.warm_start.batch)):
-        session = ScriptedSession(_lines(run, task, rng), loaded.tokenizer, end)
+        session = ScriptedSession(_lines(run, task, rng), loaded.tokenizer, ends)
         episodes.append(run.parts.workflow.run(task, session, f"warm{step}", member, Sampling()))
     shown = list(await asyncio.gather(*episodes))
     for trajectory in shown:
@@ -85,4 +86,5 @@ def _lines(run: Run, task: Task, rng: random.Random) -> Iterable[str]:
     if isinstance(environment, GameEnvironment):
         own = random.Random(rng.random())  # an episode is played line by line, at the same time as others
         return played(environment.game, task.extra["seed"], config.environment, share, own, opened)
-    return script(task, share, rng, config.workflow.max_turns - 1, opened)
+    form = FORMS[run.parts.loaded.policy.family.chat.tool_calls]
+    return script(task, share, rng, config.workflow.max_turns - 1, opened, form)

@@ -45,8 +45,8 @@ class LoraConfig(Section):
     """Rank of the adapters' matrices."""
     alpha: Positive = 32.0
     """What the adapters say is multiplied by `alpha` / `rank`."""
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of language-model layers; each must match at least one."""
+    targets: tuple[str, ...] | None = None
+    """Names of language-model layers; each must match at least one. null takes those of attention and MLP."""
 
 
 class ModelConfig(Section):

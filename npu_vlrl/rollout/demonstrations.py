@@ -12,20 +12,22 @@ from npu_vlrl.types import DataError, Generation, SamplingParams, Segment, StopR
 from npu_vlrl.workflow.environments.formats import THOUGHTS, make_format
 from npu_vlrl.workflow.environments.game import Game, Move
 from npu_vlrl.workflow.thought import CLOSE
+from npu_vlrl.workflow.tools.forms import HERMES, ToolForm
 
 CHOICES = ("up", "right", "down", "left")
-LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
 LEFT_OPEN = f"…\n{CLOSE}\n\n"
 """What the demonstrator thinks where the chat template opens a thought; white space as in Qwen's templates."""
 
 
-def script(task: Task, right_share: float, rng: random.Random, tries: int, opened: bool = False) -> list[str]:
+def script(
+    task: Task, right_share: float, rng: random.Random, tries: int, opened: bool = False, form: ToolForm = HERMES
+) -> list[str]:
     """What a demonstrator says in an episode of a generated task: look first, then answers, of which `right_share`
     are right and the others drawn evenly from the wrong ones. No answer is given twice. `opened`: the chat template
-    opens a thought, which is ended first.
+    opens a thought, which is ended first. `form`: how calls of tools are written.
     """
     left = list(CHOICES)
-    lines = [LOOK]
+    lines = [form.write("look", {})]
     for _ in range(tries):
         wrong = [choice for choice in left if choice != task.answer]
         right = task.answer in left and (rng.random() < right_share or not wrong)
@@ -75,10 +77,11 @@ def _choice(game: Game, right_share: float, rng: random.Random) -> str:
 class ScriptedSession:
     """See `types.EngineSession`. Raises DataError when it is asked for more turns than there are lines."""
 
-    def __init__(self, lines: Iterable[str], tokenizer: PreTrainedTokenizerBase, end_of_turn: int) -> None:
+    def __init__(self, lines: Iterable[str], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
+        """`ends`: see `SpecialTokens.end_of_turn`."""
         self._lines = iter(lines)
         self._tokenizer = tokenizer
-        self._end_of_turn = end_of_turn
+        self._ends = ends
 
     async def generate(self, context: Sequence[Segment], sampling: SamplingParams) -> Generation:
         line = next(self._lines, None)
@@ -87,7 +90,9 @@ class ScriptedSession:
                 "the demonstrator has played its copy of the game to the end, and the episode goes on; make the game "
                 "do the same for the same seed and actions"
             )
-        ids = (*self._tokenizer.encode(line, add_special_tokens=False), self._end_of_turn)
+        ids = tuple(self._tokenizer.encode(line, add_special_tokens=False))
+        if ids[-1] not in self._ends:
+            ids += (self._ends[0],)
         # nobody sampled these ids, and supervised steps do not read the logprobs
         return Generation(ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.END_OF_TURN)
 
