@@ -24,6 +24,7 @@ from npu_vlrl.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimConfi
 from npu_vlrl.learner import trainer
 from npu_vlrl.learner.algorithm import resolve
 from npu_vlrl.learner.trainer import Learner
+from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.vision import VisionFeatures
@@ -183,7 +184,7 @@ def with_advantage(sample: Sample, advantage: float) -> Sample:
 
 def plain_model(folder: Path) -> Any:
     """The model as any user of transformers gets it, with its own attention, masks and positions."""
-    family = AutoModelForCausalLM if folder.name == "qwen3" else AutoModelForImageTextToText
+    family = AutoModelForCausalLM if FAMILIES[folder.name].vision is None else AutoModelForImageTextToText
     return family.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
 
 
