@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from npu_vlrl import kernels
 from npu_vlrl.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimConfig
+from npu_vlrl.kernels import modules, table
 from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.types import Sample, Segment
 from npu_vlrl.workflow.export import export
-from tests.support.episodes import Stage, long_episode
-from tests.support.models import is_vision, load, loaded, plain_model, tiny_folder
+from tests.support.episodes import Stage, long_episode, picture
+from tests.support.models import is_vision, load, loaded, plain_model, plain_patches, tiny_folder
 from tests.support.scoring import engine_logprobs, largest_gap, learner_logprobs, plain_logprobs, with_image
 
 TOLERANCE = 1e-5
@@ -69,6 +73,49 @@ def test_a_changed_input_shows(scene: Scene) -> None:
         changed = dataclasses.replace(sample, segments=(other, *sample.segments[1:]))
     found, expected = (values[sample.id] for values in (scene.learner([changed]), scene.engine))
     assert largest_gap({"": found}, {"": expected}) > VISIBLE
+
+
+@pytest.mark.parametrize("size", [(60, 100), (112, 40), (28, 28), (300, 30), (9, 200), (400, 333)])
+def test_pictures_are_those_of_transformers(scene: Scene, size: tuple[int, int]) -> None:
+    """Bit for bit, whichever implementation the family takes."""
+    processor, family = scene.stage.loaded.processor, scene.stage.policy.family
+    if processor is None:
+        assert family.vision is None
+        return
+    image = processor.describe(picture(*size, seed=7))
+    grids_N3 = torch.tensor([image.grid])
+    found = family.tower_inputs(processor.patches(image), grids_N3)
+    expected = plain_patches(scene.folder, [image.image.rgb])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert image.n_tokens == len(scene.stage.vision.fixed([image])[0])
+
+
+@pytest.mark.parametrize("heeded", [True, False])
+def test_kernels_take_only_what_they_compute(scene: Scene, monkeypatch: pytest.MonkeyPatch, heeded: bool) -> None:
+    """Every part is replaced by a reference, and GLM has parts that only look like what is replaced."""
+    for name in ("rms_norm", "swiglu", "patch_embed", "add_at", "rotary"):
+        monkeypatch.setitem(table._table[name], "cuda", partial(table.reference_of(name)))
+    monkeypatch.setattr(modules, "_patched_files", set())
+    monkeypatch.setattr(modules, "_dispatching", lambda original, rotate: partial(_rotated, rotate))
+    for file in {type(module).__module__ for module in scene.stage.policy.model.modules()}:
+        for name in modules._ROTATIONS.keys() & vars(sys.modules[file]).keys():
+            monkeypatch.setattr(sys.modules[file], name, getattr(sys.modules[file], name))  # so that it is put back
+    family = scene.stage.policy.family
+    if not heeded:
+        monkeypatch.setattr(type(family), "unlike", family.unlike & {"apply_rotary_pos_emb"})  # else it raises
+    kernels.use("cuda")
+    try:
+        stage = Stage(load(scene.folder))
+        found = learner_logprobs(stage.policy, stage.vision, scene.samples)
+    finally:
+        kernels.use("reference")
+    wrong = scene.kind == "glm4v" and not heeded
+    assert (largest_gap(found, scene.engine) > VISIBLE) is wrong
+
+
+def _rotated(rotate: Any, q: Any, k: Any, cos: Any, sin: Any, *sections: Any, **_: Any) -> tuple[Any, Any]:
+    return rotate(q, cos, sin, *sections), rotate(k, cos, sin, *sections)
 
 
 TRAINED: dict[str, dict[str, Any]] = {

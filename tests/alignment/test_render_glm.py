@@ -61,9 +61,8 @@ def test_the_result_of_a_tool_follows_the_token_that_asked_for_it() -> None:
 
 def test_a_thought_in_a_question_is_none_of_the_turn_that_follows() -> None:
     assert made().open([Message("user", ("Write <think> first.",))]).opened_thought == ""
-    opening = FAMILY.tiny_template.replace(
-        "'<|assistant|>\\n' }}{% endif -%}", "'<|assistant|>\\n<think>' }}{% endif -%}"
-    )
+    prompt = "'<|assistant|>\\n'"
+    opening = FAMILY.tiny_template.replace(prompt, f"{prompt[:-1]}<think>'")
     assert made(opening).open([QUESTION]).opened_thought == "<think>"
     assert made(opening).opens_thought and not made().opens_thought
 
