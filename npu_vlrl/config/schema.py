@@ -51,7 +51,7 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """A Hugging Face folder, or `tiny:` and a model type, such as `tiny:qwen2_5_vl`, for a model with random weights."""
+    """A Hugging Face folder, or `tiny:` and a model type, such as `tiny:qwen2_5_vl`: a model with random weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights. With `bfloat16` the optimiser steps copies in float32."""
     freeze_vision: bool = False
