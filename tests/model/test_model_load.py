@@ -304,8 +304,8 @@ def test_towers_share_layer_names_with_the_language_model_and_stay_plain() -> No
     """Qwen2.5-VL's tower has gate_proj, up_proj and down_proj of its own, which suffix matching would adapt."""
     policy = load(tiny_folder("qwen2_5_vl"), lora=LoraConfig(rank=2)).policy
     assert policy.vision is not None
-    assert any("down_proj" in name for name, _ in policy.vision.named_modules())
-    assert not any("lora" in name for name, _ in policy.vision.named_modules())
+    assert any("down_proj" in name for name, _ in policy.vision.roots[0].named_modules())
+    assert not any("lora" in name for name, _ in policy.vision.roots[0].named_modules())
 
 
 @pytest.mark.parametrize("target", ["q_porj", "qkv", "lm_head", "embed_tokens", "mlp", "self_attn", "norm"])
