@@ -94,7 +94,7 @@ def test_tiny_paths(tmp_path: Path) -> None:
         *(next(iter(load_file(f / "model.safetensors").values())) for f in (made, other))
     )
     assert not (tmp_path / "model" / ".qwen3-seed1.partial").exists()
-    with pytest.raises(ConfigError, match="model.path: unknown tiny model 'qwen4'; choose one of qwen2_5_vl, qwen3_vl"):
+    with pytest.raises(ConfigError, match="model.path: unknown tiny model 'qwen4'; choose one of glm4v, internvl, qwen2"):
         model_folder("tiny:qwen4", tmp_path / "other", seed=0)
     assert model_folder(str(made), tmp_path / "scratch", seed=0) == made
 
@@ -210,11 +210,11 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: (f / "config.json").write_text("{}"), r"config.json.*model_type"),
     (
         lambda f: change_json(f / "config.json", model_type="unheard_of"),
-        r"is of the model type unheard_of; supported are qwen2_5_vl, qwen3_vl",
+        r"is of the model type unheard_of; supported are glm4v, internvl, qwen2",
     ),
     (
         lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
-        r"is of the model type llama; supported are qwen2_5_vl, qwen3",
+        r"is of the model type llama; supported are glm4v, internvl, qwen2",
     ),
     (lambda f: (f / "config.json").unlink(), r"not a Hugging Face model folder"),
     (lambda f: (f / "chat_template.jinja").unlink(), r"no chat template; a base model has none.*add the publisher"),
