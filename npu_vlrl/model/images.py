@@ -18,6 +18,9 @@ from npu_vlrl.model.families import Family
 from npu_vlrl.model.families.base import Grid
 from npu_vlrl.types import Image
 
+KNOWN_GRIDS = 2**16
+"""Pictures whose grids are remembered; the oldest is forgotten."""
+
 
 def image_processor(folder: Path, family: Family) -> ImageProcessor | None:
     """By the settings beside a model; None for a text-only model, and for a folder without settings.
@@ -32,18 +35,20 @@ def image_processor(folder: Path, family: Family) -> ImageProcessor | None:
         processor = ImageProcessor.from_folder(folder)
         assert processor is not None
         return dataclasses.replace(processor, position_scale=facts.position_scale)
-    settings, file = found
-    check_kind(settings, file, facts.image_processors)
+    return transformers_images(folder, family, *found)
+
+
+def transformers_images(folder: Path, family: Family, settings: dict[str, Any], file: Path) -> TransformersImages:
+    """transformers' own processor, by its settings in `file`. Raises ValueError as `image_processor` does."""
+    assert family.vision is not None
+    check_kind(settings, file, family.vision.image_processors)
     config = json.loads((folder / "config.json").read_bytes())
     try:
-        return TransformersImages(
-            **family.image_sizes(settings, config),
-            position_scale=facts.position_scale,
-            family=family,
-            settings=settings,
-        )
+        sizes = family.image_sizes(settings, config)
+        scale = family.vision.position_scale
+        return TransformersImages(**sizes, position_scale=scale, family=family, settings=settings)
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class TransformersImages(ImageProcessor):
         picture = PIL.Image.fromarray(widened(image))
         output = self._processor(images=[picture], return_tensors="pt", **options)
         patches_PD, self._grids[image.hash] = self.family.read_pixels(output, self.patch_size)
+        if len(self._grids) > KNOWN_GRIDS:
+            del self._grids[next(iter(self._grids))]
         return patches_PD
 
     def limits(self) -> dict[str, Any]:

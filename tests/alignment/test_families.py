@@ -13,11 +13,13 @@ import torch
 
 from npu_vlrl import kernels
 from npu_vlrl.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimConfig
+from npu_vlrl.data.processor import read_settings
 from npu_vlrl.kernels import modules, table
 from npu_vlrl.learner.algorithm import assign_advantages, resolve
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.folder import export_model
+from npu_vlrl.model.images import TransformersImages, transformers_images
 from npu_vlrl.types import Sample, Segment
 from npu_vlrl.workflow.export import export
 from tests.support.episodes import Stage, long_episode, picture
@@ -82,7 +84,15 @@ def test_pictures_are_those_of_transformers(scene: Scene, size: tuple[int, int])
     if processor is None:
         assert family.vision is None
         return
+    facts = family.vision
+    assert facts is not None and isinstance(processor, TransformersImages) is not facts.fast_images
     image = processor.describe(picture(*size, seed=7))
+    if facts.fast_images:  # transformers' own, which a family without the fact would have
+        read = read_settings(scene.folder)
+        assert read is not None
+        slow = transformers_images(scene.folder, family, *read)
+        assert slow.describe(image.image) == image
+        assert torch.equal(slow.patches(image), processor.patches(image))
     grids_N3 = torch.tensor([image.grid])
     found = family.tower_inputs(processor.patches(image), grids_N3)
     expected = plain_patches(scene.folder, [image.image.rgb])

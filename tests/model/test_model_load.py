@@ -94,7 +94,9 @@ def test_tiny_paths(tmp_path: Path) -> None:
         *(next(iter(load_file(f / "model.safetensors").values())) for f in (made, other))
     )
     assert not (tmp_path / "model" / ".qwen3-seed1.partial").exists()
-    with pytest.raises(ConfigError, match="model.path: unknown tiny model 'qwen4'; choose one of glm4v, internvl, qwen2"):
+    with pytest.raises(
+        ConfigError, match="model.path: unknown tiny model 'qwen4'; choose one of glm4v, internvl, qwen2"
+    ):
         model_folder("tiny:qwen4", tmp_path / "other", seed=0)
     assert model_folder(str(made), tmp_path / "scratch", seed=0) == made
 

@@ -92,8 +92,10 @@ class VisionFacts:
     2.1); `line`: they are counted like text."""
     image_processors: tuple[str, ...] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
     """transformers' classes, without the name of a backend, that a folder of the family may name."""
-    fast_images: bool = True
-    """`data.processor` computes the same bits as these classes; otherwise theirs are asked, with Pillow's backend."""
+    fast_images: bool = False
+    """`data.processor` computes the same bits as these classes, and takes their place. Otherwise they are asked, with
+    Pillow's backend.
+    """
     image_options: Mapping[str, Any] = field(default_factory=dict)
     """More options of their call."""
     tower_keys: Mapping[str, str] = field(
@@ -166,7 +168,13 @@ class Family:
         """Fields of `ImageProcessor`, where transformers' processor is asked, by preprocessor_config.json and
         config.json.
         """
-        raise NotImplementedError(f"{self.title} has a processor of ours")
+        size = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels")}
+        size |= settings.get("size") or {}
+        names = ("patch_size", "merge_size", "temporal_patch_size")
+        return {name: settings[name] for name in names} | {
+            "min_pixels": size["shortest_edge"],
+            "max_pixels": size["longest_edge"],
+        }
 
     def image_limits(self, min_pixels: int, max_pixels: int, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Options of transformers' processor for a picture of at least and at most so many pixels. `settings`:

@@ -55,7 +55,6 @@ class Glm4V(Family):
         mergers=("model.visual.downsample", "model.visual.merger"),
         position_scale=1000,
         image_processors=("Glm4vImageProcessor",),
-        fast_images=False,
         token_ids={
             "image_token_id": "image",
             "video_token_id": "video",
@@ -71,12 +70,9 @@ class Glm4V(Family):
         return replace(super().tower_shape(settings), inner=settings.out_hidden_size)
 
     def image_sizes(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        size = settings["size"]
-        names = ("patch_size", "merge_size", "temporal_patch_size")
-        return {name: settings[name] for name in names} | {
-            "min_pixels": -(-size["shortest_edge"] // FRAMES),
-            "max_pixels": size["longest_edge"] // FRAMES,
-        }
+        sizes = super().image_sizes(settings, config)
+        smallest, largest = sizes["min_pixels"], sizes["max_pixels"]
+        return sizes | {"min_pixels": -(-smallest // FRAMES), "max_pixels": largest // FRAMES}
 
     def image_limits(self, min_pixels: int, max_pixels: int, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {"size": {"shortest_edge": min_pixels * FRAMES, "longest_edge": max_pixels * FRAMES}}

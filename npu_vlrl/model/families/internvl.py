@@ -44,7 +44,6 @@ class InternVL(Family):
         position_scale=1000,
         positions="line",
         image_processors=("GotOcr2ImageProcessor",),
-        fast_images=False,
         image_options={"crop_to_patches": True},
         tower_keys={},
         width_key=None,

@@ -15,7 +15,7 @@ class Qwen25VL(QwenVision):
     title = "Qwen2.5-VL"
     model_type = "qwen2_5_vl"
     model_class = "Qwen2_5_VLForConditionalGeneration"
-    vision = VisionFacts()
+    vision = VisionFacts(fast_images=True)
 
     def tower_shape(self, settings: Any) -> TowerShape:
         shape = super().tower_shape(settings)

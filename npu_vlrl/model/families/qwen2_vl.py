@@ -16,6 +16,7 @@ class Qwen2VL(QwenVision):
     model_class = "Qwen2VLForConditionalGeneration"
     vision = VisionFacts(
         gated=False,
+        fast_images=True,
         position_scale=1000,  # arXiv 2409.12191, section 2.2
         width_key="hidden_size",
     )

@@ -21,6 +21,7 @@ class Qwen3VL(QwenVision):
     vision = VisionFacts(
         mergers=("model.visual.merger", "model.visual.deepstack_merger_list"),
         gated=False,
+        fast_images=True,
         token_side=32,
         position_scale=1000,  # the grounding cookbook of its publisher
     )
