@@ -59,8 +59,9 @@ from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.flops import ModelFlops
 from npu_vlrl.learner.trainer import Learner
+from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from npu_vlrl.model.tiny import tiny_tokenizer
 from npu_vlrl.types import Message, Sample, SamplingParams, Segment
 from npu_vlrl.workflow.render import Renderer
 
@@ -97,7 +98,7 @@ class Seconds:
 def tokenizer(size: str) -> Qwen2Tokenizer:
     """One with the ids of the model: bytes, and Qwen's control tokens where the published tokenizer has them."""
     if size == "tiny":
-        return tiny_tokenizer()
+        return tiny_tokenizer(FAMILIES["qwen2_5_vl"])
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     control += [f"<|{name}_{side}|>" for name in ("object_ref", "box", "quad") for side in ("start", "end")]
     control += ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
@@ -115,7 +116,7 @@ def tokenizer(size: str) -> Qwen2Tokenizer:
         pad_token="<|endoftext|>",
         extra_special_tokens=control[1:],
     )
-    made.chat_template = CHAT_TEMPLATE
+    made.chat_template = FAMILIES["qwen2_5_vl"].tiny_template
     return made
 
 

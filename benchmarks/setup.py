@@ -196,7 +196,7 @@ def counted(policy: Policy) -> Iterator[Counts]:
         counts.tokens += options["inputs_embeds"].shape[:-1].numel()
 
     hooks = [
-        policy.vision.register_forward_pre_hook(vision, with_kwargs=True),
+        policy.vision.roots[0].register_forward_pre_hook(vision, with_kwargs=True),
         policy.text.register_forward_pre_hook(text, with_kwargs=True),
     ]
     try:

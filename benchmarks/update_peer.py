@@ -24,6 +24,7 @@ from npu_vlrl import kernels
 from npu_vlrl.hardware import Platform
 from npu_vlrl.kernels import op, table
 from npu_vlrl.kernels.once import OncePerTensor
+from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.tiny import tiny_tokenizer
 from npu_vlrl.types import Sample
 
@@ -63,7 +64,7 @@ class Peer:
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=config,
             train_dataset=datasets.Dataset.from_dict({"prompt": ["unused"] * group}),
-            processing_class=tiny_tokenizer(),
+            processing_class=tiny_tokenizer(FAMILIES["qwen2_5_vl"]),
         )
         self.optimizer = self.trainer.create_optimizer()
         self.hf.train()

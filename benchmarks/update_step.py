@@ -182,7 +182,7 @@ def applies(lever: str, policy: Policy) -> bool:
 @contextmanager
 def without(lever: str, model: setup.Model, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
     """Within it one lever is off; yields the samples to train on. The result of the update stays the same."""
-    hf, config, chosen = model.policy.model, model.policy.vision.config, list(samples)
+    hf, config, chosen = model.policy.model, model.policy.base.config.vision_config, list(samples)
     with ExitStack() as undo:
         if lever == "prefix sharing":
             undo.enter_context(patch.object(pack, "share", unshared))

@@ -18,6 +18,7 @@ from npu_vlrl.engines.base import RoundEngine
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
+from npu_vlrl.model.families import TINY, family_of_path
 from npu_vlrl.model.inspect import inspect_folder
 from npu_vlrl.model.load import LoadedModel, model_folder
 from npu_vlrl.model.vision import VisionFeatures
@@ -33,10 +34,17 @@ from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.rewards import make_judge
 from npu_vlrl.workflow.tools import Toolbox, on_scale
+from npu_vlrl.workflow.tools.forms import FORMS, ToolForm
 from npu_vlrl.workflow.workflows import workflow_maker
 
 EVALUATION_SEED = 1_000_003
 """Added to `train.seed` for generated evaluation tasks, so that no training task is among them."""
+
+
+TEXT_UNIT = 28
+"""Pixels along the side of a card in generated pictures, for a model that does not see them; where it does, a card is
+one of its tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
     `remote.RemoteEngine` raises when another rank cannot begin.
     """
     platform = prepare(config)
-    if started_processes() == 1 and not config.model.path.startswith("tiny:"):
+    if started_processes() == 1 and not config.model.path.startswith(TINY):
         inspect_folder(config.model.path)  # before data are read; of several processes the others are met first
     algorithm = config.algorithm.resolved()
     algorithm.try_own()
@@ -133,11 +141,12 @@ class EpisodeParts:
 
     @classmethod
     def of(cls, setting: Setting, loaded: LoadedModel) -> EpisodeParts:
-        renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=str(loaded.folder))
-        schemas, processor = setting.schemas, loaded.processor
+        chat = loaded.policy.family.chat
+        renderer = Renderer(loaded.tokenizer, loaded.processor, str(loaded.folder), chat=chat)
+        schemas, processor, form = setting.schemas, loaded.processor, FORMS[chat.tool_calls]
         if processor is not None and processor.position_scale is not None:
             schemas = [on_scale(schema, processor.position_scale) for schema in schemas]
-        return cls(renderer, lambda: setting.new_environment(processor, renderer.opens_thought), schemas)
+        return cls(renderer, lambda: setting.new_environment(processor, renderer.opens_thought, form), schemas)
 
 
 def check_setting(config: Config, setting: Setting) -> None:
@@ -182,8 +191,10 @@ def new_learners(config: Config, parts: Parts) -> LearnerGroup:
 class Setting:
     """What the configured environment is to the rest of a run."""
 
-    new_environment: Callable[[ImageProcessor | None, bool | None], Environment]
-    """Takes what makes patches of pictures, and whether the chat template opens a thought (None: no model)."""
+    new_environment: Callable[[ImageProcessor | None, bool | None, ToolForm], Environment]
+    """Takes what makes patches of pictures, whether the chat template opens a thought (None: no model), and how calls
+    of tools are written.
+    """
     schemas: Sequence[Mapping[str, Any]] = ()
     """Functions that the policy is told it may call."""
     names_states: bool = False
@@ -208,7 +219,7 @@ def make_setting(config: Config, cleanup: ExitStack) -> Setting:
         with blaming("data"):
             config.check_seeds(True)
     return Setting(
-        lambda _, opened: made.new(opened),
+        lambda _, opened, form: made.new(opened),
         names_states=made.names_states,
         shows_solutions=made.is_game,
         format=made.format,
@@ -225,7 +236,7 @@ def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
         toolbox = Toolbox(workflow.tools, *limits)
     cleanup.callback(toolbox.close)
     return Setting(
-        lambda processor, _: VisualQA(workflow, judge, toolbox, reward.failed_reward, processor),
+        lambda processor, _, form: VisualQA(workflow, judge, toolbox, reward.failed_reward, processor, form),
         toolbox.schemas() if workflow.describe_tools else (),
         check_gold=judge.check_gold,
         wrong_replies=lambda: judge.wrong_replies + toolbox.wrong_replies,
@@ -240,8 +251,8 @@ def task_source(
     `check_answer` refuses gold answers of records; those of generated tasks are right by construction.
     """
     if config.generator is not None:
-        # one merged patch is 28 pixels for Qwen2.5-VL and 32 for Qwen3-VL
-        unit = 32 if "qwen3_vl" in whole.model.path else 28
+        family = family_of_path(whole.model.path)
+        unit = family.vision.token_side if family is not None and family.vision is not None else TEXT_UNIT
         return TaskSource.generated(load_named(GENERATORS, config.generator).generated(whole, seed, unit))
     assert config.path is not None
     if not Path(config.path).exists():

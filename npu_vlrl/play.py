@@ -22,6 +22,7 @@ from npu_vlrl.build import make_setting, task_source
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.config.yaml_text import read_yaml
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.model.families import family_of_path
 from npu_vlrl.model.load import load_processor, model_folder
 from npu_vlrl.report.console import printable
 from npu_vlrl.report.verdicts import labelled_terms
@@ -41,6 +42,7 @@ from npu_vlrl.types import (
 from npu_vlrl.workflow.environments import GameEnvironment
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.tools.describe import describe_tools
+from npu_vlrl.workflow.tools.forms import FORMS, HERMES, ToolForm
 
 HELP = "/solution shows how it is solved, /state the name of the state, /quit ends."
 
@@ -88,7 +90,7 @@ def play(config: Config, number: int, images: Path | None, show: bool, max_turns
             raise ConfigError(
                 f"--task {number}: data.train has no such task; the first one is 0, choose a smaller number"
             )
-        environment = setting.new_environment(_processor(config, cleanup), None)
+        environment = setting.new_environment(_processor(config, cleanup), None, _form(config))
         cleanup.callback(lambda: runner.run(environment.close()))
         opening = runner.run(environment.reset(task))
         screen.line(f"{task.id}. {HELP}")
@@ -262,10 +264,17 @@ def _listed(terms: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in terms.items())
 
 
+def _form(config: Config) -> ToolForm:
+    """How the configured model writes calls of tools."""
+    family = family_of_path(config.model.path)
+    return HERMES if family is None else FORMS[family.chat.tool_calls]
+
+
 def _processor(config: Config, cleanup: ExitStack) -> ImageProcessor | None:
     """Tools take positions in the pixels that the configured model sees; nothing else asks for it."""
     if not config.workflow.tools:
         return None
     scratch = Path(cleanup.enter_context(TemporaryDirectory()))
     folder = model_folder(config.model.path, scratch, config.train.seed, whole=False)
-    return load_processor(config.model, folder)
+    family = family_of_path(str(folder))
+    return None if family is None else load_processor(config.model, folder, family)

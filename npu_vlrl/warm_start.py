@@ -18,6 +18,7 @@ from npu_vlrl.types import DataError, Sample, Task, Trajectory
 from npu_vlrl.workflow.base import Sampling
 from npu_vlrl.workflow.environments import GameEnvironment
 from npu_vlrl.workflow.export import export
+from npu_vlrl.workflow.tools.forms import FORMS
 
 FOLDER = "warm_start"
 SEED = 2_000_003
@@ -61,11 +62,11 @@ async def warm_start(run: Run, between: Callable[[str], None] = lambda _: None) 
 
 async def _demonstrate(run: Run, tasks: TaskSource, step: int) -> list[Trajectory]:
     config, loaded = run.config, run.parts.loaded
-    end = loaded.policy.special.end_of_turn[0]
+    ends = loaded.policy.special.end_of_turn
     rng = random.Random(f"warm start/{config.train.seed}/{step}")
     episodes = []
     for member, task in enumerate(tasks.next(config.warm_start.batch)):
-        session = ScriptedSession(_lines(run, task, rng), loaded.tokenizer, end)
+        session = ScriptedSession(_lines(run, task, rng), loaded.tokenizer, ends)
         episodes.append(run.parts.workflow.run(task, session, f"warm{step}", member, Sampling()))
     shown = list(await asyncio.gather(*episodes))
     for trajectory in shown:
@@ -88,5 +89,7 @@ def _lines(run: Run, task: Task, rng: random.Random) -> Iterable[str]:
         share = config.warm_start.right_share
         return played(environment.game, task.extra["seed"], config.environment, share, own, opened)
     assert config.data.train.generator is not None, "the configuration demands one"
-    lines: Iterable[str] = load(GENERATORS, config.data.train.generator).demonstration(task, config, rng, opened)
+    form = FORMS[run.parts.loaded.policy.family.chat.tool_calls]
+    shown = load(GENERATORS, config.data.train.generator).demonstration
+    lines: Iterable[str] = shown(task, config, rng, opened, form)
     return lines

@@ -11,6 +11,7 @@ import pytest
 
 from npu_vlrl.config import Config
 from npu_vlrl.registry import DATA, GAMES, GENERATORS, RULES, STARTERS, load
+from npu_vlrl.workflow.tools.forms import HERMES
 
 CONFIG = Config.model_validate({"model": {"path": "tiny:qwen2_5_vl"}, "data": {"train": {"generator": "arrow"}}})
 
@@ -23,7 +24,7 @@ def test_a_generator_makes_a_task_by_seed_and_index_and_demonstrates_it(name: st
     if name == "episodes":  # a game shows its own solutions
         assert not hasattr(module, "demonstration") and isinstance(make(3).extra["seed"], int)
     else:
-        lines = list(module.demonstration(make(3), CONFIG, random.Random(0), False))
+        lines = list(module.demonstration(make(3), CONFIG, random.Random(0), False, HERMES))
         assert len(lines) == CONFIG.workflow.max_turns and f"<answer>{make(3).answer}</answer>" in lines
 
 

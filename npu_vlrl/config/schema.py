@@ -47,13 +47,13 @@ class LoraConfig(Section):
     """Rank of the adapters' matrices."""
     alpha: Positive = 32.0
     """What the adapters say is multiplied by `alpha` / `rank`."""
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of language-model layers; each must match at least one."""
+    targets: tuple[str, ...] | None = None
+    """Names of language-model layers; each must match at least one. null takes those of attention and MLP."""
 
 
 class ModelConfig(Section):
     path: str
-    """A Hugging Face folder, or `tiny:qwen2_5_vl`, `tiny:qwen3_vl`, `tiny:qwen3` for a model with random weights."""
+    """A Hugging Face folder, or `tiny:` and a model type, such as `tiny:qwen2_5_vl`: a model with random weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights. With `bfloat16` the optimiser steps copies in float32."""
     freeze_vision: bool = False
@@ -258,7 +258,7 @@ class RolloutConfig(Section):
     """Memory for the keys and values of the turns that are decoded together, in MiB, and again for those that are kept
     between turns. What finds no room waits, or is computed again."""
     graphs: bool = True
-    """Captures a decode step as a graph and replays it, where the device can: launching it takes longer than its work."""
+    """Captures a decode step as a graph and replays it, where the device can: a launch takes longer than its work."""
     max_failed_share: Share = 0.5
     """Share of failed groups in a step, or of answers that could not be judged, above which the run ends."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from npu_vlrl.data.images import check_size, padded
 from npu_vlrl.types import Image, ImageInput
 
 _FAMILIES = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
-_KNOWN_TYPES = tuple(family + backend for family in _FAMILIES for backend in ("", "Fast", "Pil"))
+BACKENDS = ("", "Fast", "Pil")
+"""What transformers' classes end with."""
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -77,24 +78,14 @@ class ImageProcessor:
         As in transformers, `image_processor` inside processor_config.json goes before preprocessor_config.json.
         Raises ValueError, naming file and key, for a file that cannot be read or asks for something else.
         """
-        for name in ("processor_config.json", "preprocessor_config.json"):
-            file = path / name
-            if not file.is_file():
-                continue
-            settings = _read_json(file)
-            if name == "processor_config.json":
-                if "image_processor" not in settings:
-                    continue
-                settings = settings["image_processor"]
-            return _from_settings(settings, file)
-        return None
+        found = read_settings(path)
+        return found and _from_settings(*found)
 
     def describe(self, image: Image) -> ImageInput:
         """Grid and token count of a picture; touches no pixel. Raises DataError as `check_size` does."""
         check_size(*image.size, "a picture")  # whoever made it: here it would first take the memory
-        height, width = self._size(*padded(*image.size))
-        grid = (1, height // self.patch_size, width // self.patch_size)
-        return ImageInput(image, grid, grid[1] * grid[2] // self.merge_size**2)
+        grid = self._grid(image)
+        return ImageInput(image, grid, math.prod(grid) // self.merge_size**2)
 
     def patches(self, image_input: ImageInput) -> torch.Tensor:
         """float32 [P, 3 * temporal_patch_size * patch_size**2]; shared with the cache, so never write into it.
@@ -108,12 +99,27 @@ class ImageProcessor:
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        encoded = torch.from_numpy(self._encode(image_input.image))
+        encoded = self._encode(image_input.image)
+        self._keep(key, encoded)
+        return encoded
+
+    def _keep(self, key: str, encoded: torch.Tensor) -> None:
         if encoded.nbytes <= self.cache_bytes:
             self._cache[key] = encoded
         while sum(kept.nbytes for kept in self._cache.values()) > self.cache_bytes:
             self._cache.popitem(last=False)
-        return encoded
+
+    def _grid(self, image: Image) -> tuple[int, int, int]:
+        """Patches (time, height, width)."""
+        height, width = self._size(*padded(*image.size))
+        return 1, height // self.patch_size, width // self.patch_size
+
+    def limits(self) -> dict[str, Any]:
+        """The limits of pictures as preprocessor_config.json has them. Where torchvision is missing, transformers 4.57
+        reads the first two and takes a default in the place of `size`.
+        """
+        size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels, "size": size}
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
         """(height, width) in whole merge blocks, with the area inside the limits and nearly the same shape."""
@@ -130,16 +136,11 @@ class ImageProcessor:
 
     def resized(self, image: Image) -> np.ndarray:
         """uint8 [height, width, 3]: the picture at the size that is cut into patches; resizing that keeps it."""
-        rgb = image.rgb
-        width, height = padded(*image.size)
-        if (width, height) != image.size:
-            # Only right and below, so that a box given in pixels keeps its place.
-            rgb = np.full((height, width, 3), 255, np.uint8)
-            rgb[: image.size[1], : image.size[0]] = image.rgb
-        height, width = self._size(width, height)
+        rgb = widened(image)
+        height, width = self._size(rgb.shape[1], rgb.shape[0])
         return np.asarray(PIL.Image.fromarray(rgb).resize((width, height), PIL.Image.Resampling(self.resample)))
 
-    def _encode(self, image: Image) -> np.ndarray:
+    def _encode(self, image: Image) -> torch.Tensor:
         """float32 [P, 3 * temporal * patch * patch]"""
         rgb = self.resized(image)
         patch, merge = self.patch_size, self.merge_size
@@ -147,13 +148,47 @@ class ImageProcessor:
         blocks = rgb.reshape(rows, merge, patch, columns, merge, patch, 3)
         pixels_P = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, patch, patch)
         values_P = self._levels()[np.arange(3)[:, None, None], pixels_P]
-        return np.repeat(values_P[:, :, None], self.temporal_patch_size, axis=2).reshape(len(pixels_P), -1)
+        frames_P = np.repeat(values_P[:, :, None], self.temporal_patch_size, axis=2)
+        return torch.from_numpy(frames_P.reshape(len(pixels_P), -1))
 
     def _levels(self) -> np.ndarray:
         """float32 [3, 256]: what each level of each colour becomes. Rounded after each step, as transformers does."""
         levels = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = np.array(self.mean, np.float32)[:, None], np.array(self.std, np.float32)[:, None]
         return (levels - mean) / std
+
+
+def widened(image: Image) -> np.ndarray:
+    """uint8 [height, width, 3]: the picture, with white where it is too narrow. Only right and below, so that a box
+    given in pixels keeps its place.
+    """
+    width, height = padded(*image.size)
+    if (width, height) == image.size:
+        return image.rgb
+    rgb = np.full((height, width, 3), 255, np.uint8)
+    rgb[: image.size[1], : image.size[0]] = image.rgb
+    return rgb
+
+
+def read_settings(path: Path) -> tuple[dict[str, Any], Path] | None:
+    """The settings of the image processor of a folder, and their file; None where there are none.
+
+    As in transformers, `image_processor` inside processor_config.json goes before preprocessor_config.json. Raises
+    ValueError for a file that cannot be read.
+    """
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        file = path / name
+        if not file.is_file():
+            continue
+        settings = _read_json(file)
+        if name == "processor_config.json":
+            if "image_processor" not in settings:
+                continue
+            settings = settings["image_processor"]
+        if not isinstance(settings, dict):
+            raise ValueError(f"{file}: `image_processor` must be an object, got {settings!r}")
+        return settings, file
+    return None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -166,12 +201,15 @@ def _read_json(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _from_settings(settings: Any, file: Path) -> ImageProcessor:
-    if not isinstance(settings, dict):
-        raise ValueError(f"{file}: `image_processor` must be an object, got {settings!r}")
-    kind = settings.get("image_processor_type")
-    if kind not in _KNOWN_TYPES:
-        raise ValueError(f"{file}: `image_processor_type` is {kind!r}; supported are {', '.join(_KNOWN_TYPES)}")
+def check_kind(settings: Mapping[str, Any], file: Path, families: Sequence[str]) -> None:
+    """Raises ValueError for another class than one of `families`, with or without the name of a backend."""
+    kind, known = settings.get("image_processor_type"), [name + backend for name in families for backend in BACKENDS]
+    if kind not in known:
+        raise ValueError(f"{file}: `image_processor_type` is {kind!r}; supported are {', '.join(known)}")
+
+
+def _from_settings(settings: dict[str, Any], file: Path) -> ImageProcessor:
+    check_kind(settings, file, _FAMILIES)
     for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if settings.get(key, True) is not True:
             raise ValueError(f"{file}: `{key}` is {settings[key]!r}; only true is supported")

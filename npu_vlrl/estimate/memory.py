@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from npu_vlrl.model.policy import Policy
+from npu_vlrl.model.tower import Tower
 from npu_vlrl.types import ImageInput
 
 Parts = Mapping[str, float]
@@ -267,22 +268,23 @@ class MemoryModel:
         """Bytes that a block of the tower leaves behind: both norms' inputs and outputs, the product that queries, keys
         and values come from, the rotated ones, attention's output and a float32 a head, and what its MLP needs.
         """
-        settings = self.policy.vision.config
-        gated = hasattr(self.policy.vision.blocks[0].mlp, "gate_proj")
-        elements = 10 * settings.hidden_size + (3 if gated else 2) * settings.intermediate_size
+        assert self.policy.vision is not None
+        shape, gated = self.policy.vision.shape, self.policy.vision.gated
+        elements = 10 * shape.hidden + (3 if gated else 2) * shape.inner
         statistics = 0 if gated else 16  # the towers without a gate have LayerNorm, which keeps mean and deviation
-        return patches * (elements * self._item + 4 * settings.num_heads + statistics)
+        return patches * (elements * self._item + 4 * shape.heads + statistics)
 
     def _tower(self, patches: int) -> list[_Part]:
         tower, item = self.policy.vision, self._item
-        entry = patches * tower.config.hidden_size * item
-        working = patches * 3 * tower.config.intermediate_size * item
+        assert tower is not None
+        entry = patches * tower.shape.hidden * item
+        working = patches * 3 * tower.shape.inner * item
         saved = self.saved_by_block(patches)
         blocks = [self._part("vision tower", block, saved, working, entry) for block in tower.blocks]
-        pixels = tower.patch_embed.proj.weight[0].numel()
-        embed = 4.0 * _count(tower.patch_embed.parameters()) * self._kept_gradients
+        pixels = tower.patch_values
+        embed = 4.0 * _count(tower.patches.parameters()) * self._kept_gradients
         first = _Part("vision tower", patches * pixels * (4 + item), 0.0, embed)
-        mergers = [p for name, p in tower.named_parameters() if "merger" in name]
+        mergers = [p for merger in tower.mergers for p in merger.parameters()]
         last = _Part("vision tower", 3 * entry, 2 * entry, 4.0 * _count(mergers) * self._kept_gradients)
         return [first, *blocks, last]
 
@@ -298,11 +300,8 @@ class MemoryModel:
         reading = play.prefill * (3 * hidden + 3 * inner) * self._item
         seeing = 0.0
         if self.policy.vision is not None:
-            settings = self.policy.vision.config
-            pixels = self.policy.vision.patch_embed.proj.weight[0].numel()
-            seeing = play.patches * (
-                (7 * settings.hidden_size + settings.intermediate_size) * self._item + pixels * (4 + self._item)
-            )
+            shape, pixels = self.policy.vision.shape, self.policy.vision.patch_values
+            seeing = play.patches * ((7 * shape.hidden + shape.inner) * self._item + pixels * (4 + self._item))
         drawing = play.rows * self._settings.vocab_size * LOGIT_COPIES
         moments = [
             Moment("rollout", there | {KEPT: before, "work of the engine": max(reading, seeing) + drawing}),
@@ -325,8 +324,7 @@ class MemoryModel:
 
     def features(self, play: Rollout) -> dict[str, float]:
         """Kept vision features."""
-        settings = getattr(self.policy.vision, "config", None)
-        deep = len(getattr(settings, "deepstack_visual_indexes", ()) or ())
+        deep = 0 if self.policy.vision is None else self.policy.vision.shape.deep
         size = play.image_tokens * self._hidden * (1 + deep) * self._item
         return {"vision features": float(min(self.plan.feature_bytes, size))} if size else {}
 
@@ -338,8 +336,8 @@ def _by_kind(parts: Iterable[_Part]) -> dict[str, float]:
     return found
 
 
-def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
-    return [] if module is None else list(module.parameters())
+def _parameters(tower: Tower | None) -> list[nn.Parameter]:
+    return [] if tower is None else list(tower.parameters())
 
 
 def _count(parameters: Iterable[Tensor]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from npu_vlrl.config import ConfigError, ModelConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.estimate import PUBLISHED
+from npu_vlrl.model.families import FAMILIES, TINY
 from npu_vlrl.model.load import DTYPES, arranged, limited, load_processor, model_folder, outline
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import SpecialTokens
@@ -44,8 +45,9 @@ def _outline(config: ModelConfig) -> tuple[Policy, ImageProcessor | None]:
     with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as scratch:
         folder = shapes_folder(config.path, Path(scratch))
         model = arranged(outline(folder, DTYPES[config.dtype]), config)
-        processor = load_processor(config, folder)
-    settings = model.config
+        settings = model.config
+        family = FAMILIES[settings.model_type]
+        processor = load_processor(config, folder, family)
     # which ids end a turn changes no shape either
     special = SpecialTokens(end_of_turn=(0,), image=getattr(settings, "image_token_id", None))
     merge = processor.merge_size if processor else 2
@@ -54,7 +56,7 @@ def _outline(config: ModelConfig) -> tuple[Policy, ImageProcessor | None]:
 
 def shapes_folder(path: str, scratch: Path) -> Path:
     """A folder with the config.json of `path`. Raises ConfigError."""
-    if path.startswith("tiny:") or Path(path).exists():
+    if path.startswith(TINY) or Path(path).exists():
         return model_folder(path, scratch, seed=0, whole=False)
     if Path(path).name in published_models():
         return PUBLISHED / Path(path).name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from npu_vlrl.export.megatron import EMBEDDING, Layout, converted, is_megatron, 
 from npu_vlrl.export.run import MARK, check_out, marked
 from npu_vlrl.export.tensors import read_tensors
 from npu_vlrl.learner.checkpoint import STATE, CheckpointError
+from npu_vlrl.model.families import Family
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import DTYPES, load_model
 from npu_vlrl.model.policy import Policy
@@ -57,16 +58,27 @@ def convert(checkpoint: Path, base: Path, out: Path) -> str:
 
 
 def layout_of(policy: Policy) -> Layout:
-    """What Megatron's tensors are divided into."""
+    """What Megatron's tensors are divided into. Raises CheckpointError for a family whose names it is not known for."""
+    family = policy.family
+    if not family.megatron:
+        raise CheckpointError(f"the names of {family.title} in Megatron-core are not known here; convert it there")
     config = policy.text.config
     _, groups, width = policy.kv_shape
-    text = next(name for name, module in policy.base.named_modules() if module is policy.text)
-    return Layout(f"{text}.", groups, config.num_attention_heads // groups, width, len(policy.head_weight))
+    heads = config.num_attention_heads // groups
+    return Layout(f"{family.text}.", groups, heads, width, len(policy.head_weight), _tower_names(family))
+
+
+def _tower_names(family: Family) -> tuple[str, str] | None:
+    """How names of the tower begin in Megatron-Bridge and in transformers' modules."""
+    if family.vision is None:
+        return None
+    (root,) = family.vision.roots
+    return f"{root.rpartition('.')[2]}.", f"{root}."
 
 
 def renamed(tensors: Mapping[str, Tensor], policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """By the names of the modules. The checkpoint may have those of published files, and words before all of them."""
-    embedding = f"{layout_of(policy).text}embed_tokens.weight"
+    embedding = f"{policy.family.text}.embed_tokens.weight"
     published = "model.embed_tokens.weight"
     found = [name for name in tensors if name.endswith(published) or name.endswith(embedding)]
     if len(found) != 1:
@@ -78,14 +90,15 @@ def renamed(tensors: Mapping[str, Tensor], policy: Policy) -> Iterator[tuple[str
     prefix = found[0].removesuffix(published if old else embedding)
     for name in tensors:
         if name.startswith(prefix):
-            yield _module(name.removeprefix(prefix), old), tensors[name]
+            yield _module(name.removeprefix(prefix), policy.family.published if old else ()), tensors[name]
 
 
-def _module(name: str, old: bool) -> str:
-    """Published files of Qwen2.5-VL have `model.…` and `visual.…`, the modules of today hold both in `model`."""
-    if old and name.startswith("visual."):
-        return f"model.{name}"
-    return name.replace("model.", "model.language_model.", 1) if old and name.startswith("model.") else name
+def _module(name: str, published: Sequence[tuple[str, str]]) -> str:
+    """The name of a weight in the modules, by how names begin in published files and here."""
+    for there, here in published:
+        if name.startswith(there):
+            return name.replace(there, here, 1)
+    return name
 
 
 @torch.no_grad()
@@ -112,7 +125,8 @@ def fill(policy: Policy, weights: Iterable[tuple[str, Tensor]]) -> bool:
         if not torch.equal(here[name], tensor.to(here[name].dtype)):
             raise CheckpointError(f"{name} is another matrix than the embedding, and --base has the two as one")
     missing = own.keys() - given
-    tower = {name for name in own if name.startswith("model.visual.")}
+    of_tower = set(map(id, policy.vision.parameters())) if policy.vision is not None else set()
+    tower = {name for name, parameter in own.items() if id(parameter) in of_tower}
     if missing and missing != tower:
         raise CheckpointError(f"the checkpoint lacks weights: {sorted(missing)[:3]} … ({len(missing)} names)")
     return bool(missing)

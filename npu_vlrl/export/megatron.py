@@ -56,6 +56,8 @@ class Layout:
     """Of a head."""
     vocabulary: int
     """Rows of the embedding; Megatron pads them."""
+    tower: tuple[str, str] | None = None
+    """How names of the vision tower begin there, behind what all names begin with, and here."""
 
 
 def is_megatron(path: Path) -> bool:
@@ -98,8 +100,8 @@ def converted(stages: Sequence[Sequence[Rank]], layout: Layout) -> Iterator[Name
         numbers = {0}
         for name in names:
             tensors = [rank[name] for rank in ranks]
-            if name.startswith(f"{outer}visual."):
-                yield f"model.{name.removeprefix(outer)}", _equal(name, tensors)
+            if layout.tower and name.startswith(f"{outer}{layout.tower[0]}"):
+                yield layout.tower[1] + name.removeprefix(f"{outer}{layout.tower[0]}"), _equal(name, tensors)
             elif layer := re.fullmatch(re.escape(inner) + r"decoder\.layers\.(\d+)\.(.*)", name):
                 numbers.add(int(layer[1]) + 1)
                 prefix = f"{layout.text}layers.{layers_before + int(layer[1])}."

@@ -61,7 +61,8 @@ def attention_forward(
 
     With `tree` (B = 1): packed sequences that share beginnings. With `kept` (B = 1): packed tokens that continue rows
     of kept keys and values, which grow by theirs. With `cu_seq_lens_q` and `cu_seq_lens_k` (B = 1): packed sequences.
-    With a boolean mask [B, 1, T, S] (True = may look): that mask. Raises ValueError for anything else, since a guess
+    With a boolean mask [B, 1, T, S] (True = may look): that mask. With `is_causal=False` and nothing else: every token
+    sees its whole row, as in a tower that takes tiles of one size. Raises ValueError for anything else, since a guess
     would let sequences see each other.
     """
     if dropout or sliding_window is not None:
@@ -79,12 +80,23 @@ def attention_forward(
         cu_q, cu_k = _on_host(cu_seq_lens_q), _on_host(cu_seq_lens_k)
         out_THD = op("varlen_attention")(query_BHTD[0], key_BKSD[0], value_BKSD[0], cu_q, cu_k, causal, scale)
         return out_THD[None], None
+    if attention_mask is None and is_causal is False:
+        return _whole_rows(query_BHTD, key_BKSD, value_BKSD, scale), None
     if attention_mask is None or attention_mask.dtype != torch.bool or attention_mask.ndim != 4:
         raise ValueError(
             "npu_vlrl attention needs cu_seq_lens_q and cu_seq_lens_k (packed sequences) or a boolean attention_mask "
             f"[batch, 1, queries, keys]; {type(module).__name__} passed neither"
         )
     return op("masked_attention")(query_BHTD, key_BKSD, value_BKSD, attention_mask, scale), None
+
+
+def _whole_rows(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float) -> Tensor:
+    """[B, T, H, D]: rows are packed head to tail."""
+    rows, _, length, _ = q_BHTD.shape
+    packed = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (q_BHTD, k_BKSD, v_BKSD))
+    ends_q, ends_k = (range(0, rows * n + 1, n) for n in (length, k_BKSD.shape[2]))
+    out_THD = op("varlen_attention")(*packed, list(ends_q), list(ends_k), False, scale)
+    return out_THD.unflatten(0, (rows, length))
 
 
 def _on_host(cumulative: Tensor | Sequence[int]) -> Sequence[int]:

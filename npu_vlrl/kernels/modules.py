@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import MethodType
 from typing import Any
 
@@ -23,20 +23,21 @@ from npu_vlrl.kernels.table import REFERENCE, active, op
 _patched_files: set[str] = set()
 
 
-def attach(model: Any) -> None:
-    """Makes a built transformers model of the Qwen family use the op table. Raises the errors of `attention.attach`.
+def attach(model: Any, unlike: Collection[str] = ()) -> None:
+    """Makes a built transformers model use the op table. Raises the errors of `attention.attach`.
 
-    Call it after `kernels.use`, and before adapters are added.
+    `unlike` names transformers' classes and functions that stay, since they only look like what is replaced. Call it
+    after `kernels.use`, and before adapters are added.
     """
     attention.attach(model)
     fused = {name for name, platform in active().items() if platform != REFERENCE}
     for module in model.modules():
         for name, suits, method, ours in _METHODS:
-            if name in fused and suits(module):
+            if name in fused and type(module).__name__ not in unlike and suits(module):
                 setattr(module, method, MethodType(ours, module))
     if "rotary" in fused:
         for file in {type(module).__module__ for module in model.modules()}:
-            _patch_rotary(file)
+            _patch_rotary(file, unlike)
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ _METHODS: tuple[tuple[str, Callable[[Any], bool], str, Callable[..., Tensor]], .
 # --- rotary embedding ------------------------------------------------------------------------------------------------
 
 
-def _patch_rotary(file: str) -> None:
+def _patch_rotary(file: str, unlike: Collection[str]) -> None:
     """Replaces the functions of one of transformers' files that apply the embedding.
 
     They are called by name from long attention forwards that differ from release to release, so the name is the place
@@ -116,7 +117,7 @@ def _patch_rotary(file: str) -> None:
         return
     module = sys.modules[file]
     for name, rotate in _ROTATIONS.items():
-        if hasattr(module, name):
+        if hasattr(module, name) and name not in unlike:
             setattr(module, name, _dispatching(getattr(module, name), rotate))
     _patched_files.add(file)
 

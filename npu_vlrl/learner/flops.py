@@ -9,12 +9,12 @@ of a query and a key that it may see, and twice that backward. What checkpointin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.policy import Policy
+from npu_vlrl.model.tower import Tower
 from npu_vlrl.types import ImageInput
 
 
@@ -53,32 +53,28 @@ class ModelFlops:
 
 
 class _Tower:
-    def __init__(self, vision: Any, trained: bool) -> None:
-        named = list(vision.named_parameters())
+    def __init__(self, vision: Tower, trained: bool) -> None:
         self._trained = trained
-        self._blocks = _Weights(p for name, p in named if name.startswith("blocks."))
-        self._mergers = _Weights(p for name, p in named if "merger" in name)
-        self._patches = _Weights(p for name, p in named if name.startswith("patch_embed."))
-        settings = vision.config
-        depth, self._width = len(vision.blocks), settings.hidden_size
-        self._full = len(getattr(settings, "fullatt_block_indexes", range(depth)))
-        self._windowed = depth - self._full
-        self._merge = settings.spatial_merge_size
-        # in patches; of whole merged tokens, as the tower cuts them
-        token = settings.patch_size * self._merge
-        self._window = getattr(settings, "window_size", token) // token * self._merge
+        self._blocks = _Weights(vision.blocks.parameters())
+        self._mergers = _Weights(p for merger in vision.mergers for p in merger.parameters())
+        self._patches = _Weights(vision.patches.parameters())
+        self._shape = vision.shape
+        self._windowed = len(vision.blocks) - vision.shape.full
 
     def image(self, grid: tuple[int, int, int], train: bool) -> float:
         train = train and self._trained
         time, height, width = grid
-        patches = time * height * width
-        pairs = self._full * time * (height * width) ** 2
-        pairs += self._windowed * time * _window_squares(height, self._window) * _window_squares(width, self._window)
+        shape, patches = self._shape, time * height * width
+        seen = height * width + shape.class_tokens
+        pairs = shape.full * time * seen**2
+        if self._windowed:
+            windows = _window_squares(height, shape.window) * _window_squares(width, shape.window)
+            pairs += self._windowed * time * windows
         return (
             self._patches.products(patches, train, of_input=False)
-            + self._blocks.products(patches, train)
-            + self._mergers.products(patches // self._merge**2, train)
-            + _attention(pairs, self._width, train)
+            + self._blocks.products(time * seen, train)
+            + self._mergers.products(patches // shape.merge**2, train)
+            + _attention(pairs, shape.hidden, train)
         )
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.learner.tree import divide, share
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.types import Credit, ImageInput, Sample
 
 Cost = Callable[[Sequence[Sample], Tree], float]
@@ -160,7 +159,7 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
     for number, (sample, places) in enumerate(zip(samples, shared.places, strict=True)):
         ids, at = np.asarray(sample.token_ids), _scored_positions(sample)
         token_ids_T[places] = ids
-        positions_3T[:, places] = rotary_positions(ids, sample.images, policy.special.image, policy.merge_size)
+        positions_3T[:, places] = policy.positions(ids, sample.images)
         before.append(places[at - 1])
         targets.append(ids[at])
         owners.append(np.full(len(at), number))

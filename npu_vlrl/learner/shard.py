@@ -11,6 +11,7 @@ rounded. A frozen tower stays whole, so that a rank without pictures need not ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -68,10 +69,10 @@ class ShardedPolicy(Policy):
 
     def no_picture(self) -> Tensor:
         """Features of no placeholder, within `gathered`: the tower runs, and what comes of it has no rows."""
-        size = self.vision.patch_embed.proj.weight[0].numel()
-        side = self.merge_size
-        patches_PD = torch.zeros(side * side, size, device=self.device)
-        return self.encode(patches_PD, [(1, side, side)])[0][:0]
+        assert self.vision is not None
+        grid = self.vision.shape.smallest
+        patches_PD = torch.zeros(math.prod(grid), self.vision.patch_values, device=self.device)
+        return self.encode(patches_PD, [grid])[0][:0]
 
     @torch.no_grad()
     def write_into(self, whole: Policy) -> None:
@@ -83,7 +84,7 @@ class ShardedPolicy(Policy):
 
     def _parts(self) -> Iterator[nn.Module]:
         """What is gathered by itself, in the order of a pass."""
-        if self.tower_is_divided:
+        if self.tower_is_divided and self.vision is not None:
             yield from self.vision.blocks
         yield from self.text.layers
 

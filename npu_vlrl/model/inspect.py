@@ -15,28 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import (
-    AutoConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import AutoConfig
 
 from npu_vlrl.config import ConfigError
-from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.identify import not_a_model
-from npu_vlrl.model.tokens import END_OF_TURN, IMAGE
+from npu_vlrl.model.images import image_processor
 from npu_vlrl.model.versions import normalised
 from npu_vlrl.model.weight_files import AGAIN, NO_CODE, check_names, read_headers, read_object
-
-VISION_MODELS: dict[str, Any] = {
-    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
-    "qwen3_vl": Qwen3VLForConditionalGeneration,
-}
-TEXT_MODELS: dict[str, Any] = {"qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
-SUPPORTED = VISION_MODELS | TEXT_MODELS
-"""transformers' class by `model_type`."""
 
 READ_AS_JSON = (
     "config.json",
@@ -67,22 +53,7 @@ QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config
 
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
-OF_THE_TOWER = {
-    "patch_size": "patch_size",
-    "merge_size": "spatial_merge_size",
-    "temporal_patch_size": "temporal_patch_size",
-}
-"""Settings of the image processor, and what `vision_config` calls them."""
-
 TOKENIZER, VOCABULARY = "tokenizer.json", "vocab.json"
-
-PLACEHOLDERS = {
-    "image_token_id": IMAGE,
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rope types."""
@@ -137,13 +108,13 @@ def _inspect(folder: Path, whole: bool, stamp: tuple[tuple[str, int, int], ...])
     tensors = read_headers(folder)
     if tensors is not None:
         with explained(f"model.path: cannot make a model of {folder}"):
-            check_names(folder, SUPPORTED[settings.model_type], settings, tensors)
+            check_names(folder, model_class(settings), settings, tensors)
     elif whole:
         raise ConfigError(
             f"model.path: {folder} has no weights: neither model.safetensors nor model.safetensors.index.json; "
             "download them from the model's publisher"
         )
-    if settings.model_type in VISION_MODELS:
+    if FAMILIES[settings.model_type].vision is not None:
         _check_processor(folder, settings)
     if whole or any((folder / name).is_file() for name in (TOKENIZER, VOCABULARY)):
         with explained(f"model.path: cannot read the tokenizer of {folder}"):
@@ -160,10 +131,10 @@ def read_settings(folder: Path) -> Any:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ConfigError(f"model.path: {folder / 'config.json'} has no `model_type`; {AGAIN}")
-    if kind not in SUPPORTED:
+    if kind not in FAMILIES:
         raise ConfigError(
-            f"model.path: {folder} is of the model type {kind}; supported are {', '.join(SUPPORTED)}, which are "
-            "Qwen2.5-VL, Qwen3-VL and the text models Qwen2, Qwen2.5 and Qwen3"
+            f"model.path: {folder} is of the model type {kind}; supported are {', '.join(FAMILIES)}, which are "
+            f"{', '.join(family.title for family in FAMILIES.values())}"
         )
     for name, key in ELSEWHERE:
         if objects.get(name, {}).get(key):
@@ -175,6 +146,8 @@ def read_settings(folder: Path) -> Any:
     _refuse_quantised(folder, config)
     with explained(f"model.path: cannot read {folder / 'config.json'}"):
         settings = normalised(AutoConfig.from_pretrained(folder, **NO_CODE))
+    if problem := FAMILIES[kind].problem(settings):
+        raise ConfigError(f"model.path: {folder / 'config.json'}: {problem}")
     rope = (getattr(settings.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
     if rope in LENGTH_DEPENDENT:
         raise ConfigError(
@@ -231,14 +204,16 @@ def _quantisations(config: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
 
 
 def _check_processor(folder: Path, settings: Any) -> None:
+    family = FAMILIES[settings.model_type]
+    assert family.vision is not None
     with explained(f"model.path: cannot read {folder}"):
-        processor = ImageProcessor.from_folder(folder)
+        processor = image_processor(folder, family)
     if processor is None:
         raise ConfigError(
             f"model.path: {folder} holds a vision-language model but no preprocessor_config.json; add its publisher's"
         )
     tower, text = settings.vision_config, settings.get_text_config()
-    for ours, theirs in OF_THE_TOWER.items():
+    for ours, theirs in family.vision.tower_keys.items():
         found, wanted = getattr(processor, ours), getattr(tower, theirs)
         if found != wanted:
             raise ConfigError(
@@ -246,9 +221,10 @@ def _check_processor(folder: Path, settings: Any) -> None:
                 f"`vision_config.{theirs}` {wanted}; the preprocessor_config.json is of another model, so take that of "
                 "the model's publisher"
             )
-    if tower.out_hidden_size != text.hidden_size:
+    key = family.vision.width_key
+    if key is not None and getattr(tower, key) != text.hidden_size:
         raise ConfigError(
-            f"model.path: {folder / 'config.json'}: `vision_config.out_hidden_size` {tower.out_hidden_size} is not the "
+            f"model.path: {folder / 'config.json'}: `vision_config.{key}` {getattr(tower, key)} is not the "
             f"language model's `hidden_size` {text.hidden_size}; {AGAIN}"
         )
 
@@ -290,21 +266,30 @@ def no_template(folder: Path) -> str:
 
 
 def check_tokens(folder: Path, settings: Any, ids: Mapping[str, int]) -> None:
-    """Raises ConfigError for a vocabulary that the embedding has no rows for, without Qwen's control tokens, or with
-    placeholders under other ids than config.json names.
+    """Raises ConfigError for a vocabulary that the embedding has no rows for, without the family's control tokens, or
+    with placeholders under other ids than config.json names.
     """
-    with_images = settings.model_type in VISION_MODELS
-    if missing := [name for name in (END_OF_TURN, *([IMAGE] if with_images else [])) if name not in ids]:
-        raise ConfigError(f"model.path: {folder}: the tokenizer has no token {missing[0]}; use one of a Qwen model")
+    family = FAMILIES[settings.model_type]
+    chat, keys = family.chat, {} if family.vision is None else family.vision.token_ids
+    if missing := [name for name in (chat.end_of_turn[0], *([chat.image] if keys else [])) if name not in ids]:
+        raise ConfigError(
+            f"model.path: {folder}: the tokenizer has no token {missing[0]}; use one of a {chat.title} model"
+        )
     rows = settings.get_text_config().vocab_size
     if max(ids.values()) >= rows:
         raise ConfigError(
             f"model.path: {folder}: the tokenizer has ids up to {max(ids.values())}, and the model's embedding {rows} "
             "rows (`vocab_size`); take the tokenizer that the model was trained with, or resize its embedding"
         )
-    for key, token in PLACEHOLDERS.items() if with_images else ():
+    for key, name in keys.items():
+        token = getattr(chat, name)
         if ids.get(token, getattr(settings, key)) != getattr(settings, key):
             raise ConfigError(
                 f"model.path: {folder}: {token} is {ids[token]} in the tokenizer, and `{key}` {getattr(settings, key)} "
                 "in config.json; take both from the same model"
             )
+
+
+def model_class(settings: Any) -> Any:
+    """transformers' class for a configuration of a known family."""
+    return getattr(transformers, FAMILIES[settings.model_type].model_class)

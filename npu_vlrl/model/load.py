@@ -1,4 +1,4 @@
-"""From `model.path` to a policy: any Hugging Face folder of Qwen2.5-VL, Qwen3-VL, Qwen2 or Qwen3."""
+"""From `model.path` to a policy: any Hugging Face folder of a family in `model/families`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from npu_vlrl.config import ConfigError, LoraConfig, ModelConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.kernels.modules import attach
+from npu_vlrl.model.families import FAMILIES, TINY, Family
+from npu_vlrl.model.images import image_processor
 from npu_vlrl.model.inspect import (
-    SUPPORTED,
-    VISION_MODELS,
     check_tokens,
     explained,
     inspect_folder,
+    model_class,
     no_template,
     quieten,
     read_settings,
@@ -30,10 +31,8 @@ from npu_vlrl.model.inspect import (
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.tokens import special_tokens
+from npu_vlrl.model.tower import Tower
 from npu_vlrl.model.weight_files import AGAIN, BUILT_IN_ATTENTION, NO_CODE, check_report, read_object
-
-POSITION_SCALES = {"qwen3_vl": 1000}
-"""Qwen2.5-VL writes pixels; Qwen3-VL was trained on relative positions from 0 to 1000 (its grounding cookbook)."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -53,10 +52,11 @@ def model_folder(path: str, scratch: Path, seed: int, whole: bool = True) -> Pat
     Raises ConfigError for a folder that cannot be trained, see `inspect_folder`, and for an unknown KIND.
     """
     quieten()
-    if path.startswith("tiny:"):
-        folder = scratch / f"{path[5:]}-seed{seed}"
+    if path.startswith(TINY):
+        kind = path.removeprefix(TINY)
+        folder = scratch / f"{kind}-seed{seed}"
         try:
-            folder = folder if folder.is_dir() else write_tiny_model(path[5:], folder, seed)
+            folder = folder if folder.is_dir() else write_tiny_model(kind, folder, seed)
         except ValueError as error:
             raise ConfigError(f"model.path: {error}") from error
         return inspect_folder(folder)
@@ -73,30 +73,30 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
     folder = model_folder(config.path, scratch, seed)
     dtype = DTYPES[config.dtype]
     model = outline(folder, dtype) if device.type == "meta" else load_weights(folder, dtype).to(device)
-    attach(model)
+    family = FAMILIES[model.config.model_type]
+    attach(model, family.unlike)
     tokenizer = load_tokenizer(folder)
-    is_vision_model = model.config.model_type in VISION_MODELS
-    processor = load_processor(config, folder) if is_vision_model else None
-    if processor is not None:
-        processor = dataclasses.replace(processor, position_scale=POSITION_SCALES.get(model.config.model_type))
+    with_images = family.vision is not None
+    processor = load_processor(config, folder, family)
     model = arranged(model, config)
     merge = processor.merge_size if processor is not None else 2
     ids = tokenizer.get_vocab()
     check_tokens(folder, model.config, ids)
     with explained("model.path"):
-        special = special_tokens(tokenizer, with_images=is_vision_model, owner=str(folder))
+        special = special_tokens(tokenizer, with_images, str(folder), family.chat)
     n_tokens = max(ids.values()) + 1  # more than there are tokens, where ids are left out
     return LoadedModel(Policy(model, special, n_tokens, merge), tokenizer, processor, folder)
 
 
 def arranged(model: Any, config: ModelConfig) -> Any:
     """The model with what is frozen, added and recomputed in it as configured."""
-    if config.freeze_vision and model.config.model_type in VISION_MODELS:
-        model.model.visual.requires_grad_(False)
+    family = FAMILIES[model.config.model_type]
+    if config.freeze_vision and family.vision is not None:
+        Tower(model, family, family.vision).freeze()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer transformers call it activation checkpointing
         if config.lora is not None:
-            model = _add_adapter(model, config.lora)
+            model = _add_adapter(model, config.lora, family)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -125,10 +125,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_processor(config: ModelConfig, folder: Path) -> ImageProcessor | None:
-    """A folder's image processor within the configured limits; None for a folder without one. Raises ConfigError."""
+def load_processor(config: ModelConfig, folder: Path, family: Family) -> ImageProcessor | None:
+    """A folder's image processor within the configured limits; None for a text-only model, and for a folder without
+    one. Raises ConfigError.
+    """
     with explained(f"model.path: cannot read {folder}"):
-        processor = ImageProcessor.from_folder(folder)
+        processor = image_processor(folder, family)
     return processor and limited(processor, config)
 
 
@@ -149,7 +151,7 @@ def load_weights(folder: Path, dtype: torch.dtype) -> Any:
     """The transformers model of a folder. Raises ConfigError when a weight is missing, left over or misshapen."""
     settings = read_settings(folder)
     with explained(f"model.path: cannot load the weights of {folder}"):
-        model, report = SUPPORTED[settings.model_type].from_pretrained(
+        model, report = model_class(settings).from_pretrained(
             folder,
             config=settings,
             dtype=dtype,
@@ -169,17 +171,16 @@ def outline(folder: Path, dtype: torch.dtype, device: str | torch.device = "meta
     """
     settings = read_settings(folder)
     with explained(f"model.path: cannot make a model of {folder}"), torch.device(device):
-        return SUPPORTED[settings.model_type]._from_config(
-            settings, dtype=dtype, attn_implementation=BUILT_IN_ATTENTION
-        )
+        return model_class(settings)._from_config(settings, dtype=dtype, attn_implementation=BUILT_IN_ATTENTION)
 
 
-def _add_adapter(model: Any, config: LoraConfig) -> Any:
+def _add_adapter(model: Any, config: LoraConfig, family: Family) -> Any:
+    targets = family.lora_targets if config.targets is None else config.targets
     # embeddings and head are read as plain weights, so an adapter there would be left out in silence
-    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    layers = [name for name in linear if ".layers." in name and ".visual." not in name]
-    chosen = [name for name in layers if name.rpartition(".")[2] in config.targets]
-    missing = [target for target in config.targets if not any(name.endswith(f".{target}") for name in chosen)]
+    modules = model.get_submodule(f"{family.text}.layers").named_modules(prefix=f"{family.text}.layers")
+    layers = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
+    chosen = [name for name in layers if name.rpartition(".")[2] in targets]
+    missing = [target for target in targets if not any(name.endswith(f".{target}") for name in chosen)]
     if missing:
         raise ConfigError(f"model.lora.targets: no language-model layer is named {', '.join(missing)}")
     settings = PeftConfig(

@@ -11,20 +11,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from npu_vlrl.kernels.kept import Kept
 from npu_vlrl.kernels.tree import Tree
+from npu_vlrl.model.families import FAMILIES, Family
+from npu_vlrl.model.positions import rotary_positions
+from npu_vlrl.model.tower import Tower
 from npu_vlrl.model.versions import image_features
-from npu_vlrl.types import SpecialTokens
+from npu_vlrl.types import ImageInput, SpecialTokens
 
 
 class Policy:
-    """Wraps a transformers Qwen-VL or Qwen text model, plain or with peft adapters.
+    """Wraps a transformers model of a known family, plain or with peft adapters.
 
-    `features` of an image are [n_tokens, hidden * (1 + deep)]: what replaces its placeholders, and behind it what
-    Qwen3-VL adds to the hidden states after its first layers.
+    `features` of an image are [n_tokens, hidden * (1 + deep)]: what replaces its placeholders, and behind it what some
+    families add to the hidden states after their first layers.
     """
 
     def __init__(self, model: Any, special: SpecialTokens, n_tokens: int, merge_size: int) -> None:
@@ -36,8 +40,10 @@ class Policy:
         # transformers and peft types say little about attributes, hence Any
         self.base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.core: Any = self.base.model
-        self.text: Any = getattr(self.core, "language_model", self.core)
-        self.vision: Any = getattr(self.core, "visual", None)
+        self.family: Family = FAMILIES[self.base.config.model_type]
+        self.text: Any = self.base.get_submodule(self.family.text)
+        facts = self.family.vision
+        self.vision = None if facts is None else Tower(self.base, self.family, facts)
         """None for a text-only model."""
         head = self.head_weight
         self.forbidden = sorted(special.placeholders.union(range(n_tokens, head.shape[0])))
@@ -70,12 +76,17 @@ class Policy:
 
     @property
     def vision_is_frozen(self) -> bool:
-        return self.vision is None or not any(p.requires_grad for p in self.vision.parameters())
+        return self.vision is None or self.vision.is_frozen
+
+    def positions(self, token_ids: Sequence[int] | np.ndarray, images: Sequence[ImageInput]) -> np.ndarray:
+        """Rotary positions int64 [3, T] of one sequence, see `rotary_positions`."""
+        on_grid = self.family.vision is not None and self.family.vision.positions == "grid"
+        return rotary_positions(token_ids, images, self.special.image, self.merge_size, on_grid)
 
     def encode(self, patches_PD: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Tensor]:
         """Features of each image. `patches_PD` holds the patches of all images, one after the other."""
         assert self.vision is not None, "a text-only model cannot encode images"
-        return image_features(self.core, patches_PD.to(self.device), grids)
+        return image_features(self.core, self.family, patches_PD.to(self.device), grids)
 
     def hidden_packed(
         self, token_ids_T: Tensor, positions_3T: Tensor, tree: Tree, features: Sequence[Tensor]
@@ -104,9 +115,9 @@ class Policy:
             # index_copy, not a boolean mask: boolean index_put is unsafe on some accelerators
             embeds_TH = embeds_TH.index_copy(0, slots, rows[:, :hidden])
             if rows.shape[1] > hidden:
-                extra["visual_pos_masks"] = seen_T[None]
-                extra["deepstack_visual_embeds"] = list(rows[:, hidden:].split(hidden, dim=1))
-        positions = positions_3T[:, None] if self.vision is not None else positions_3T[:1]
+                extra |= self.family.deep_inputs(seen_T, list(rows[:, hidden:].split(hidden, dim=1)))
+        facts = self.family.vision
+        positions = positions_3T[:, None] if facts is not None and facts.positions == "grid" else positions_3T[:1]
         output = self.text(inputs_embeds=embeds_TH[None], position_ids=positions, use_cache=False, **extra)
         return output.last_hidden_state[0]
 
@@ -122,7 +133,7 @@ class Policy:
 
     def copy(self) -> Policy:
         """With weights of its own, but for a frozen tower, which both share."""
-        shared = {id(self.vision): self.vision} if self.vision is not None and self.vision_is_frozen else {}
+        shared = {id(root): root for root in self.vision.roots} if self.vision and self.vision.is_frozen else {}
         return Policy(copy.deepcopy(self.model, shared), self.special, self.n_tokens, self.merge_size)
 
     @contextmanager

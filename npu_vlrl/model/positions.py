@@ -10,9 +10,13 @@ from npu_vlrl.types import ImageInput
 
 
 def rotary_positions(
-    token_ids: Sequence[int] | np.ndarray, images: Sequence[ImageInput], placeholder: int | None, merge_size: int
+    token_ids: Sequence[int] | np.ndarray,
+    images: Sequence[ImageInput],
+    placeholder: int | None,
+    merge_size: int,
+    on_grid: bool = True,
 ) -> np.ndarray:
-    """Positions int64 [3, T] (time, height, width) of one sequence.
+    """Positions int64 [3, T] (time, height, width) of one sequence. Without `on_grid` all tokens count like text.
 
     Text advances all three rows by one; an image spans its merged grid from the current position on, and the text
     after it continues at the largest position used plus one (Qwen2-VL, arXiv 2409.12191, section 2.1). A text-only
@@ -24,6 +28,8 @@ def rotary_positions(
     slots = np.flatnonzero(ids == placeholder) if placeholder is not None else np.empty(0, np.int64)
     if len(slots) != sum(image.n_tokens for image in images):
         raise ValueError(f"{len(slots)} placeholder tokens for images of {[image.n_tokens for image in images]} tokens")
+    if not on_grid:
+        return np.tile(np.arange(len(ids)), (3, 1))
     positions = np.empty((3, len(ids)), dtype=np.int64)
     cursor = done = used = 0
     for image in images:

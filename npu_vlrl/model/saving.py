@@ -59,16 +59,11 @@ def split_processor(folder: Path) -> None:
 
 
 def write_pixel_limits(folder: Path, processor: ImageProcessor) -> None:
-    """Writes the limits of pictures by both of their names, and the class without a backend of transformers 5.
-
-    Where torchvision is missing, transformers 4.57 reads the other two and takes a default in the place of `size`.
-    """
-    limits = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
-    size = {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}
+    """Writes the limits of pictures, and the class without a backend of transformers 5."""
 
     def change(settings: dict[str, Any]) -> dict[str, Any]:
         kind = settings["image_processor_type"].removesuffix("Pil")
-        return settings | limits | {"size": size, "image_processor_type": kind}
+        return settings | processor.limits() | {"image_processor_type": kind}
 
     _rewrite(folder / "preprocessor_config.json", change)
 

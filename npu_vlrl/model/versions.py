@@ -6,11 +6,15 @@ Differences of the functions that apply rotary positions stand in `kernels/modul
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from npu_vlrl.model.families import Family
+from npu_vlrl.model.families.base import Grid
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
@@ -37,13 +41,14 @@ def untied(settings: Any, names: Collection[str]) -> Any:
     return changed
 
 
-def image_features(core: Any, patches_PD: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-    """Features [n_tokens, hidden * (1 + deep)] of each image, by the vision-language model without its head. Deep
-    features are one tensor of all images in 5.10; 5.24 cuts them into images.
+def image_features(core: Any, family: Family, patches_PD: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
+    """Features [n_tokens, hidden * (1 + deep)] of each image, by the vision-language model without its head. They come
+    as one tensor of all images or tiles, or cut into images: deep ones so in 5.10, and otherwise in 5.24.
     """
-    output = core.get_image_features(patches_PD, torch.tensor(grids, device=patches_PD.device), return_dict=True)
-    images = output.pooler_output
-    lengths = [len(image) for image in images]
-    deep = getattr(output, "deepstack_features", None) or ()
-    deep = [part.split(lengths) if isinstance(part, Tensor) else part for part in deep]
-    return [torch.cat(parts, dim=-1) for parts in zip(images, *deep, strict=True)]
+    grids_N3 = torch.tensor(grids, device=patches_PD.device)
+    output = core.get_image_features(**family.tower_inputs(patches_PD, grids_N3), return_dict=True)
+    deep = getattr(output, family.deep_features) if family.deep_features else ()
+    parts = [output.pooler_output, *deep]
+    rows = [part.flatten(0, -2) if isinstance(part, Tensor) else torch.cat(list(part)) for part in parts]
+    merged = len(patches_PD) // len(rows[0])
+    return list(torch.cat(rows, dim=-1).split([math.prod(grid) // merged for grid in grids]))

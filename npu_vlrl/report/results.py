@@ -145,7 +145,7 @@ def fingerprint(task: Task) -> str:
 
 def _pixels(record: Mapping[str, Any], patch_size: int) -> int:
     grids = [image["grid"] for segment in record["turns"][0]["new_context"] for image in segment.get("images", ())]
-    return sum(rows * columns for _, rows, columns in grids) * patch_size**2
+    return sum(tiles * rows * columns for tiles, rows, columns in grids) * patch_size**2
 
 
 def divided(items: Sequence[Item], name_of: Callable[[Item], str | None]) -> dict[str, list[Item]]:

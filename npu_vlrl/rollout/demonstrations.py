@@ -52,10 +52,11 @@ def _choice(game: Game, right_share: float, rng: random.Random) -> str:
 class ScriptedSession:
     """See `types.EngineSession`. Raises DataError when it is asked for more turns than there are lines."""
 
-    def __init__(self, lines: Iterable[str], tokenizer: PreTrainedTokenizerBase, end_of_turn: int) -> None:
+    def __init__(self, lines: Iterable[str], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
+        """`ends`: see `SpecialTokens.end_of_turn`."""
         self._lines = iter(lines)
         self._tokenizer = tokenizer
-        self._end_of_turn = end_of_turn
+        self._ends = ends
 
     async def generate(self, context: Sequence[Segment], sampling: SamplingParams) -> Generation:
         line = next(self._lines, None)
@@ -64,7 +65,9 @@ class ScriptedSession:
                 "the demonstrator has played its copy of the game to the end, and the episode goes on; make the game "
                 "do the same for the same seed and actions"
             )
-        ids = (*self._tokenizer.encode(line, add_special_tokens=False), self._end_of_turn)
+        ids = tuple(self._tokenizer.encode(line, add_special_tokens=False))
+        if ids[-1] not in self._ends:
+            ids += (self._ends[0],)
         # nobody sampled these ids, and supervised steps do not read the logprobs
         return Generation(ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.END_OF_TURN)
 

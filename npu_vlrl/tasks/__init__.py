@@ -4,8 +4,9 @@
 
 GENERATORS  `generated(config, seed, unit) -> Callable[[int], Task]`: the task of each index, by `seed` and index alone;
             `unit` is the side in pixels of the square that is one image token
-            `demonstration(task, config, rng, opened) -> Iterable[str]`: what a demonstrator says in an episode, for the
-            warm start; `opened`: the chat template opens a thought, which is ended first
+            `demonstration(task, config, rng, opened, form) -> Iterable[str]`: what a demonstrator says in an episode,
+            for the warm start; `opened`: the chat template opens a thought, which is ended first; `form`: how calls of
+            tools are written
 GAMES       `game(**options) -> Game`, see `workflow/environments/game.py`; its `solution` is the demonstration
 RULES       `score(answer, text, **options) -> Verdict` and `check_gold(answer, **options)`
             `INLINE = True` where both take time linear in the text, so that they need no process of their own

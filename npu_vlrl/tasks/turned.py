@@ -13,28 +13,29 @@ import numpy as np
 from npu_vlrl.config import Config
 from npu_vlrl.types import Image, Message, Task
 from npu_vlrl.workflow.thought import LEFT_OPEN
+from npu_vlrl.workflow.tools.forms import HERMES, ToolForm
 
 DIRECTIONS = ("up", "right", "down", "left")
 """Answers; the index is the number of quarter turns clockwise from up."""
 
-LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
-
 _CARD_COLOUR = (120, 120, 120)
 
 
-def demonstration(task: Task, config: Config, rng: random.Random, opened: bool) -> Iterable[str]:
+def demonstration(task: Task, config: Config, rng: random.Random, opened: bool, form: ToolForm) -> Iterable[str]:
     """Looks first, then answers until the turns are used up; see `script`."""
-    return script(task, config.warm_start.right_share, rng, config.workflow.max_turns - 1, opened)
+    return script(task, config.warm_start.right_share, rng, config.workflow.max_turns - 1, opened, form)
 
 
-def script(task: Task, right_share: float, rng: random.Random, tries: int, opened: bool = False) -> list[str]:
+def script(
+    task: Task, right_share: float, rng: random.Random, tries: int, opened: bool = False, form: ToolForm = HERMES
+) -> list[str]:
     """Lines of a demonstrator: it looks first, then gives answers, of which `right_share` are right.
 
     The others are drawn evenly from the wrong ones, and no answer is given twice. `opened`: the chat template opens a
-    thought, which is ended first.
+    thought, which is ended first. `form`: how calls of tools are written.
     """
     left = list(DIRECTIONS)
-    lines = [LOOK]
+    lines = [form.write("look", {})]
     for _ in range(tries):
         wrong = [choice for choice in left if choice != task.answer]
         right = task.answer in left and (rng.random() < right_share or not wrong)

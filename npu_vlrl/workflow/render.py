@@ -1,4 +1,4 @@
-"""Messages to token ids, for any Hugging Face chat template whose turns end with `<|im_end|>`.
+"""Messages to token ids, for any Hugging Face chat template that uses the control tokens of its family.
 
 A conversation grows by *deltas*: what the policy sampled stays as it is, id for id, and only the text that the template
 puts after it is tokenised. Text that comes from users, tools or the policy can never turn into a control token.
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jinja2
 
-from npu_vlrl.model.tokens import END_OF_TURN, IMAGE, special_tokens
+from npu_vlrl.model.families import CHATML, ChatFormat
+from npu_vlrl.model.tokens import special_tokens
 from npu_vlrl.types import (
     DataError,
     Image,
@@ -65,15 +66,8 @@ class Conversation:
     def n_tokens(self) -> int:
         return sum(map(len, self.context))
 
-    @property
-    def opened_thought(self) -> str:
-        """What the generation prompt holds of the coming turn, such as `<think>\\n`: a thought that it leaves open."""
-        return _opened_thought(self.text)
-
-
-def _opened_thought(text: str) -> str:
-    """Reads the generation prompt, which follows the last end of a turn: no content can look like one."""
-    return opened_thought(text.rpartition(END_OF_TURN)[2])
+    opened_thought: str = ""
+    """What the generation prompt holds of the coming turn, such as `<think>\\n`: a thought that it leaves open."""
 
 
 class _ControlTokens:
@@ -86,7 +80,7 @@ class _ControlTokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        names = [_OPEN, *special]
+        self._names = names = [_OPEN, *special]
         self._marks = {name: f"{_OPEN}{index}{_CLOSE}" for index, name in enumerate(names)}
         self._find_name = re.compile("|".join(map(re.escape, names)))
         self._find_mark = re.compile(f"{_OPEN}([1-9][0-9]*){_CLOSE}")
@@ -98,6 +92,10 @@ class _ControlTokens:
         if broken := re.search("[\ud800-\udfff]", content):
             raise DataError(f"text holds half of a surrogate pair, {broken[0]!a}: repair the encoding of the data")
         return self._find_name.sub(lambda found: self._marks[found[0]], content)
+
+    def last(self, rendered: str) -> int:
+        """Where the last control token begins that the template wrote; 0 without any."""
+        return max([0, *map(rendered.rfind, self._names[1:])])
 
     def encode(self, rendered: str) -> list[int]:
         """Without marks this is the tokenizer's own encoding of the whole text."""
@@ -115,8 +113,8 @@ class Renderer:
     """Renders the conversations of one model.
 
     `images` is None for a text-only model. `template_name` appears in errors. `chat_template` replaces the one that
-    came with the tokenizer. Raises ValueError when there is no chat template, or when the tokenizer lacks `<|im_end|>`
-    or, with `images`, `<|image_pad|>`.
+    came with the tokenizer. Raises ValueError when there is no chat template, or when the tokenizer lacks the end of
+    turns or, with `images`, their placeholder.
     """
 
     special: SpecialTokens
@@ -130,18 +128,21 @@ class Renderer:
         images: ImageDescriber | None,
         template_name: str = "of the tokenizer",
         chat_template: str | None = None,
+        chat: ChatFormat = CHATML,
     ) -> None:
+        self.chat = chat
         self._tokenizer = tokenizer
         self._images = images
         self._name = f"chat template {template_name!r}"
         self._template = chat_template
         if chat_template is None and tokenizer.chat_template is None:
             raise ValueError(f"{self._name}: the tokenizer has none; add chat_template.jinja to the model's folder")
-        self.special = special_tokens(tokenizer, with_images=images is not None, owner=self._name)
+        self.special = special_tokens(tokenizer, images is not None, self._name, chat)
+        self._ends = {end: str(tokenizer.convert_ids_to_tokens(end)) for end in self.special.end_of_turn}
         self._control = _ControlTokens(tokenizer)
         self._plain_content = _PROBE in self._probe({"role": "user", "content": _PROBE})
         self._tool_role = self._has_tool_role()
-        self.opens_thought = bool(_opened_thought(self._probe(self._as_dict(Message("user", (_PROBE,))))))
+        self.opens_thought = bool(self._opened_thought(self._probe(self._as_dict(Message("user", (_PROBE,))))))
 
     def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Conversation:
         """A conversation whose context is one PROMPT.
@@ -156,14 +157,15 @@ class Renderer:
         text = self._render(messages, schemas)
         prompt = self._segment(SegmentKind.PROMPT, text, described)
         self._check_written(messages, text)
-        return Conversation(tuple(messages), text, (prompt,), schemas)
+        return Conversation(tuple(messages), text, (prompt,), schemas, opened_thought=self._opened_thought(text))
 
     def reply(self, conversation: Conversation, action: Segment, new: Sequence[Message]) -> Conversation:
         """Adds the policy's turn and the messages that answer it.
 
         The action's ids are kept. The template is given the turn with the `<think>` that it opened, so that it can tell
-        the thought from the answer. The OBSERVATION starts with the closing token when the action lacks it, because it
-        was cut or ended otherwise. When the template changes anything before that point, the result is `rewritten`.
+        the thought from the answer. The OBSERVATION starts with the control token that follows an answer when the
+        action lacks it, because it was cut or ended otherwise. When the template changes anything before that point,
+        the result is `rewritten`.
         Raises DataError as `open` does.
         """
         assert action.kind is SegmentKind.ACTION
@@ -172,18 +174,17 @@ class Renderer:
         turn = Message("assistant", (conversation.opened_thought + answer,))
         messages = (*conversation.messages, turn, *new)
         text = self._render(messages, conversation.tools)
-        before = conversation.text + self._control.mark(answer) + END_OF_TURN
+        before = conversation.text + self._control.mark(answer) + self.chat.closing
         if rewritten := not text.startswith(before):
             added = text
             seen = [image for segment in conversation.context for image in segment.images]
             context: tuple[Segment, ...] = (self._segment(SegmentKind.PROMPT, text, [*seen, *described]),)
         else:
             added = text[len(before) :]
-            closed = action.token_ids[-1:] == self.special.end_of_turn[:1]
-            delta = added if closed else END_OF_TURN + added
+            delta = (self.chat.closing + added).removeprefix(self._end_of(action.token_ids))
             context = (*conversation.context, action, self._segment(SegmentKind.OBSERVATION, delta, described))
         self._check_written(new, added)
-        return Conversation(messages, text, context, conversation.tools, rewritten)
+        return Conversation(messages, text, context, conversation.tools, rewritten, self._opened_thought(text))
 
     def tool_messages(self, results: Sequence[ToolResult]) -> list[Message]:
         """Tool results as messages of the role "tool" where the template has it, else as one user message.
@@ -201,11 +202,20 @@ class Renderer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of an action for judges and people, without the token that ends the turn."""
         ids = list(token_ids)
-        if ids and ids[-1] in self.special.end_of_turn:
+        end = self._end_of(ids)
+        if end and end not in self.chat.spoken_ends:
             ids.pop()
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def _end_of(self, token_ids: Sequence[int]) -> str:
+        """The text of the token that ended a turn; empty where the turn was cut."""
+        return self._ends.get(token_ids[-1], "") if token_ids else ""
+
+    def _opened_thought(self, text: str) -> str:
+        """Reads the generation prompt, which begins with the last control token: no content can look like one."""
+        return opened_thought(text[self._control.last(text) :])
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         try:
@@ -236,7 +246,7 @@ class Renderer:
         content = listed if image or not self._plain_content else _PROBE
         earlier = [self._as_dict(Message(role, (role,))) for role in ("user", "assistant")]
         tool, unknown = (self._probe(*earlier, {"role": role, "content": content}) for role in ("tool", "stranger"))
-        complete = _PROBE in tool and tool.count(IMAGE) == len(image)
+        complete = _PROBE in tool and tool.count(self.chat.image) == len(image)
         return complete and tool.replace("tool", "stranger") != unknown.replace("tool", "stranger")
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
@@ -291,5 +301,14 @@ class Renderer:
         coming = iter(images)
         expanded: list[int] = []
         for token in ids:
-            expanded += [token] * (next(coming).n_tokens if token == self.special.image else 1)
+            expanded += self._placeholders(next(coming)) if token == self.special.image else [token]
         return Segment(kind, tuple(expanded), self.special, images=tuple(images))
+
+    def _placeholders(self, image: ImageInput) -> list[int]:
+        special = self.special
+        assert special.image is not None
+        inner = [special.image] * image.n_tokens
+        if not self.chat.frames_images:
+            return inner
+        assert special.vision_start is not None and special.vision_end is not None
+        return [special.vision_start, *inner, special.vision_end]

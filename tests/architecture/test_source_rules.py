@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import npu_vlrl
+from npu_vlrl.model.families import FAMILIES
 
 PACKAGE = Path(npu_vlrl.__file__).parent
 
@@ -32,6 +33,10 @@ ONLY = {
 
 VENDOR_ROOMS = ("hardware", "kernels")
 VENDOR = re.compile(r"(cuda|npu|nccl|hccl|torch_npu|torch\.cuda|torch\.npu)([:,.].*)?", re.IGNORECASE | re.DOTALL)
+
+FAMILY_ROOMS = ("model/families/", "kernels/")
+OF_A_FAMILY = {"visual", "language_model", "vision_tower", "multi_modal_projector", "deepstack_visual_embeds"}
+"""Modules and arguments of single families in transformers."""
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNSAFE_ATTRIBUTES = {
@@ -114,6 +119,21 @@ def vendor_names(package: Path) -> Iterator[str]:
                     yield f"{path}:{node.lineno}: the name {word}"
 
 
+def names_of_families(package: Path) -> Iterator[str]:
+    """Nobody but a family knows its model type, or what its modules are called."""
+    for path, _, tree in sources(package):
+        if path.startswith(FAMILY_ROOMS):
+            continue
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(attr=word) if word in OF_A_FAMILY:
+                    yield f"{path}:{node.lineno}: the name {word}"
+                case ast.Compare() | ast.Subscript() | ast.Call(func=ast.Name(id="getattr" | "hasattr")):
+                    texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                    known = [text for text in texts if text in OF_A_FAMILY or text in FAMILIES]
+                    yield from (f"{path}:{node.lineno}: {text!r}" for text in known)
+
+
 def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
     """Strings that stand alone as statements: docstrings of modules, classes, functions and fields."""
     for node in ast.walk(tree):
@@ -171,7 +191,7 @@ def too_long(package: Path) -> Iterator[str]:
             yield f"{path}: {lines} lines"
 
 
-RULES: list[Rule] = [wrong_direction, vendor_names, code_from_data, code_of_a_folder, too_long]
+RULES: list[Rule] = [wrong_direction, vendor_names, code_from_data, code_of_a_folder, too_long, names_of_families]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
@@ -246,6 +266,9 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
         "x.py:1: from_pretrained without **NO_CODE",
     ),
     (too_long, "data/x.py", "\n" * 401, "data/x.py: 401 lines"),
+    (names_of_families, "learner/x.py", "model.model.visual.blocks", "learner/x.py:1: the name visual"),
+    (names_of_families, "x.py", "size = 32 if kind == 'qwen3_vl' else 28", "x.py:1: 'qwen3_vl'"),
+    (names_of_families, "x.py", "getattr(core, 'language_model', core)", "x.py:1: 'language_model'"),
 ]
 
 
@@ -277,6 +300,8 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (code_from_data, "x.py", "import torch\ntorch.load('a', weights_only=True)"),
     (code_of_a_folder, "x.py", "AutoTokenizer.from_pretrained(folder, dtype=x, **NO_CODE)"),
     (too_long, "data/x.py", "\n" * 400),
+    (names_of_families, "model/families/x.py", "text = model.language_model"),
+    (names_of_families, "x.py", 'path = "tiny:qwen2_5_vl"'),
 ]
 
 

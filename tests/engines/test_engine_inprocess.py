@@ -23,7 +23,7 @@ def test_the_prompt_of_a_group_is_computed_once(kind: str) -> None:
     context = prompt(stage, *LOOKS, "up?")
     length = sum(map(len, context))
     assert stage.policy.vision is not None
-    with watched(stage.policy.text.embed_tokens) as embedded, watched(stage.policy.vision) as towers:
+    with watched(stage.policy.text.embed_tokens) as embedded, watched(stage.policy.vision.roots[0]) as towers:
         answers = generate_all(stage, [(context, params(seed)) for seed in range(4)])
     assert embedded[0] == (length,)
     assert sum(shape[0] for shape in embedded[1:]) == sum(len(a.token_ids) - 1 for a in answers)
@@ -63,7 +63,7 @@ def test_a_new_picture_in_a_later_turn_is_the_only_one_encoded(kind: str) -> Non
     stage = Stage(loaded(tiny_folder(kind)))
     tasks = [task("t", [LOOKS[0], "up?"], Reply("see", (LOOKS[1], LOOKS[0])), Reply("no"))]
     assert stage.policy.vision is not None
-    with watched(stage.policy.vision) as towers:
+    with watched(stage.policy.vision.roots[0]) as towers:
         stage.play(tasks, members=3)
     assert len(towers) == 2 and stage.vision.encoded == 2
     assert stage.engine.counts.tokens_prefilled < 0.6 * stage.engine.counts.tokens_requested

@@ -124,7 +124,7 @@ def test_a_layer_keeps_what_is_said(kind: str, lora: bool, dtype: torch.dtype, t
 def test_a_block_of_the_tower_keeps_what_is_said(kind: str, tmp_path: Path) -> None:
     side = 8
     few, more = (made(kind, tmp_path, depth=depth) for depth in (2, 3))
-    pixels = few.vision.patch_embed.proj.weight[0].numel()
+    pixels = few.vision.patch_values
     patches_PD = torch.randn(side * side, pixels)
 
     def work(policy: Policy) -> int:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.tiny import tiny_tokenizer, write_tiny_model
 from tests.export.megatron_shards import write
 from tests.support.models import plain_model
@@ -59,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         model = kind(config)
         randomise(model, 5)
         model.save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
+        tiny_tokenizer(FAMILIES["qwen2_5_vl"]).save_pretrained(folder)
         return folder
 
     return made

@@ -117,7 +117,7 @@ def test_the_gap_is_that_of_a_wrong_logprob_and_of_other_weights(made: Model, on
     assert mean == pytest.approx(0.5 / 8, abs=1e-5)
     other = setup.model("tiny", CPU, torch.float32)
     with torch.no_grad():
-        other.policy.vision.patch_embed.proj.weight.mul_(2)
+        other.policy.vision.patches.weight.mul_(2)
     assert decode.logprob_gap(other, asked, told)[0] > 1e-3
 
 

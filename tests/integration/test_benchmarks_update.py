@@ -138,7 +138,7 @@ def test_a_lever_changes_no_result(frozen: list[Sample], lever: str) -> None:
 
 def test_a_lever_is_back_afterwards(frozen: list[Sample]) -> None:
     model = tiny(checkpointing=True)
-    config, hf = model.policy.vision.config, model.policy.model
+    config, hf = model.policy.base.config.vision_config, model.policy.model
     used = config._attn_implementation
     with update_step.without("fused vision attention", model, frozen):
         assert config._attn_implementation == "sdpa"

@@ -86,7 +86,7 @@ def test_exit_code_1_a_run_that_fails(base: Path, tmp_path: Path) -> None:
         ("data.train.generator=null & data.train.path=/no/such.parquet", "data: /no/such.parquet does not exist"),
         ("data.eval.path=/no/such.parquet", "data: /no/such.parquet does not exist"),
         ("model.path=/no/model", "model.path: /no/model is not a Hugging Face model folder"),
-        ("model.path=tiny:gpt", "model.path: unknown tiny model 'gpt'; choose one of qwen2_5_vl"),
+        ("model.path=tiny:gpt", "model.path: unknown tiny model 'gpt'; choose one of glm4v, internvl"),
         ("model.max_pixels=5", "max_pixels 5"),
         ("model.lora.targets=[nothing]", "model.lora.targets: no language-model layer is named nothing"),
         ("reward.rule=math_verfy", "reward: unknown reward rule 'math_verfy'; did you mean 'math_verify'?"),

@@ -14,6 +14,7 @@ from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.learner import meter as meter_module
 from npu_vlrl.learner.flops import ModelFlops, seen_pairs
 from npu_vlrl.learner.trainer import Learner
+from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Sample, Segment, SegmentKind
 from tests.support.learning import (
@@ -26,6 +27,7 @@ from tests.support.learning import (
     samples_of,
     tiny_folder,
 )
+from tests.support.models import plain_patches
 from tests.support.trees import grown, last_seer
 
 torch.set_num_threads(1)
@@ -49,13 +51,13 @@ def counted_by_torch(kind: str, loaded: LoadedModel, train: bool, frozen: bool) 
     ids = torch.tensor([segment.token_ids])
     inputs: dict[str, Any] = {}
     if segment.images:
-        assert loaded.processor is not None
-        model.model.visual.requires_grad_(not frozen)
-        inputs = {
-            "pixel_values": torch.cat([loaded.processor.patches(image) for image in segment.images]),
-            "image_grid_thw": torch.tensor([image.grid for image in segment.images]),
-            "mm_token_type_ids": torch.eq(ids, loaded.policy.special.image or -1).int(),
-        }
+        facts = loaded.policy.family.vision
+        assert facts is not None
+        for root in facts.roots:
+            model.get_submodule(root).requires_grad_(not frozen)
+        inputs = dict(plain_patches(tiny_folder(kind), [image.image.rgb for image in segment.images]))
+        if facts.positions == "grid":
+            inputs["mm_token_type_ids"] = torch.eq(ids, loaded.policy.special.image or -1).int()
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.bmm: without_outer_products})
     with counter, torch.set_grad_enabled(train):
         logits = model(input_ids=ids, **inputs).logits
@@ -73,7 +75,7 @@ def without_outer_products(a_BMK: Sequence[int], b_BKN: Sequence[int], *_: Any, 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(
     ("kind", "frozen"),
-    [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", False), ("qwen3_vl", True), ("qwen3", False)],
+    [(kind, frozen) for kind, family in FAMILIES.items() for frozen in ((False, True) if family.vision else (False,))],
 )
 def test_formulas_give_what_torch_counts(kind: str, frozen: bool, train: bool) -> None:
     loaded = load(kind, freeze_vision=frozen)
@@ -135,7 +137,8 @@ def products_only(loaded: LoadedModel, image: Any) -> float:
     """The tower without its attention, by its own parameters: forward, and backward but for the patches' gradient."""
     patches = image.grid[0] * image.grid[1] * image.grid[2]
     total = 0.0
-    for name, parameter in loaded.policy.vision.named_parameters():
+    assert loaded.policy.vision is not None
+    for name, parameter in loaded.policy.vision.roots[0].named_parameters():
         if parameter.dim() > 1 and "pos_embed" not in name:
             rows = patches // 4 if "merger" in name else patches
             total += 2.0 * rows * parameter.numel() * (2 if "patch_embed" in name else 3)

@@ -152,7 +152,7 @@ def test_a_frozen_tower_encodes_each_picture_once_for_policy_and_reference() -> 
     loaded = load(freeze_vision=True)
     learner = make_learner(loaded, {"kl_coef": 0.05})
     runs: list[int] = []
-    for tower in {loaded.policy.vision, learner.reference.vision}:  # one and the same
+    for tower in {*loaded.policy.vision.roots, *learner.reference.vision.roots}:  # one and the same
         tower.register_forward_pre_hook(lambda _, args, named: runs.append(len(named["grid_thw"])), with_kwargs=True)
     for _ in range(3):
         learner.step(samples_of(loaded))

@@ -292,9 +292,9 @@ CONFIG: dict[str, tuple[Spoil, str]] = {
 CONFIG |= {
     kind: (
         change("config.json", model_type=kind),
-        f"is of the model type {kind}; supported are qwen2_5_vl, qwen3_vl, qwen2",
+        f"is of the model type {kind}; supported are glm4v, internvl, qwen2, qwen2_5_vl",
     )
-    for kind in ("qwen2_vl", "qwen3_5", "llava", "qwen3_vl_moe", "qwen3_moe", "unheard_of")
+    for kind in ("mllama", "qwen3_5", "llava", "qwen3_vl_moe", "qwen3_moe", "unheard_of")
 }
 CONFIG |= {
     name: (

@@ -94,7 +94,9 @@ def test_tiny_paths(tmp_path: Path) -> None:
         *(next(iter(load_file(f / "model.safetensors").values())) for f in (made, other))
     )
     assert not (tmp_path / "model" / ".qwen3-seed1.partial").exists()
-    with pytest.raises(ConfigError, match="model.path: unknown tiny model 'qwen4'; choose one of qwen2_5_vl, qwen3_vl"):
+    with pytest.raises(
+        ConfigError, match="model.path: unknown tiny model 'qwen4'; choose one of glm4v, internvl, qwen2"
+    ):
         model_folder("tiny:qwen4", tmp_path / "other", seed=0)
     assert model_folder(str(made), tmp_path / "scratch", seed=0) == made
 
@@ -210,11 +212,11 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: (f / "config.json").write_text("{}"), r"config.json.*model_type"),
     (
         lambda f: change_json(f / "config.json", model_type="unheard_of"),
-        r"is of the model type unheard_of; supported are qwen2_5_vl, qwen3_vl",
+        r"is of the model type unheard_of; supported are glm4v, internvl, qwen2",
     ),
     (
         lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
-        r"is of the model type llama; supported are qwen2_5_vl, qwen3",
+        r"is of the model type llama; supported are glm4v, internvl, qwen2",
     ),
     (lambda f: (f / "config.json").unlink(), r"not a Hugging Face model folder"),
     (lambda f: (f / "chat_template.jinja").unlink(), r"no chat template; a base model has none.*add the publisher"),
@@ -304,8 +306,8 @@ def test_towers_share_layer_names_with_the_language_model_and_stay_plain() -> No
     """Qwen2.5-VL's tower has gate_proj, up_proj and down_proj of its own, which suffix matching would adapt."""
     policy = load(tiny_folder("qwen2_5_vl"), lora=LoraConfig(rank=2)).policy
     assert policy.vision is not None
-    assert any("down_proj" in name for name, _ in policy.vision.named_modules())
-    assert not any("lora" in name for name, _ in policy.vision.named_modules())
+    assert any("down_proj" in name for name, _ in policy.vision.roots[0].named_modules())
+    assert not any("lora" in name for name, _ in policy.vision.roots[0].named_modules())
 
 
 @pytest.mark.parametrize("target", ["q_porj", "qkv", "lm_head", "embed_tokens", "mlp", "self_attn", "norm"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -48,19 +47,6 @@ class Prompt:
 
 def prompts(kind: str) -> list[Prompt]:
     return [Prompt(kind, (60, 90), (30, 30)), Prompt(kind, text="Which way?"), Prompt(kind, (112, 56))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_packed(kind: str) -> None:
-    parts = prompts(kind)
-    hidden = parts[0].policy.hidden_packed(
-        torch.tensor([token for part in parts for token in part.ids]),
-        torch.cat([part.positions for part in parts], 1),
-        Tree.of_sequences([0, *accumulate(len(part.ids) for part in parts)]),
-        [features for part in parts for features in part.features],
-    )
-    torch.testing.assert_close(hidden, torch.cat([part.expected() for part in parts]), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwe
 
 from npu_vlrl.config import LoraConfig
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.saving import (
     published_config,
@@ -23,8 +24,8 @@ from npu_vlrl.model.saving import (
     split_processor,
     write_pixel_limits,
 )
-from npu_vlrl.model.tiny import KINDS, tiny_tokenizer, write_tiny_model
-from tests.support.models import is_vision, load, plain_model
+from npu_vlrl.model.tiny import tiny_tokenizer, write_tiny_model
+from tests.support.models import KINDS, is_vision, load, plain_model
 
 MROPE = {"mrope_section": [16, 24, 24], "rope_type": "default"}
 
@@ -73,7 +74,9 @@ def test_names_of_a_tokenizer() -> None:
 
 
 def test_a_tokenizer_without_a_class_of_its_own(tmp_path: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer()._tokenizer, eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tiny_tokenizer(FAMILIES["qwen2_5_vl"])._tokenizer, eos_token="<|im_end|>"
+    )
     save_tokenizer(tokenizer, tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     text = "Which way? <answer>up</answer><|im_end|>"

@@ -14,11 +14,12 @@ import pytest
 
 from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.rollout.demonstrations import ScriptedSession, played
-from npu_vlrl.tasks.turned import DIRECTIONS, LOOK, script
+from npu_vlrl.tasks.turned import DIRECTIONS, script
 from npu_vlrl.types import DataError, SamplingParams, StopReason, Task
 from npu_vlrl.workflow.environments.formats import THOUGHTS, make_format
 from npu_vlrl.workflow.environments.game import GameEnvironment
 from npu_vlrl.workflow.tools import parse_tool_calls
+from npu_vlrl.workflow.tools.forms import HERMES
 from tests.support.corridor import Corridor
 from tests.support.models import loaded, tiny_folder
 
@@ -38,13 +39,13 @@ def test_a_script_knows_the_answer_as_often_as_asked() -> None:
     # five standard deviations of a binomial count around its mean
     assert first["<answer>left</answer>"] == pytest.approx(1000, abs=140)
     assert all(first[f"<answer>{wrong}</answer>"] == pytest.approx(1000, abs=140) for wrong in ("up", "right", "down"))
-    assert script(TASK, 1.0, rng, tries=1) == [LOOK, "<answer>left</answer>"]
+    assert script(TASK, 1.0, rng, tries=1) == [HERMES.write("look", {}), "<answer>left</answer>"]
     assert "<answer>left</answer>" not in script(TASK, 0.0, rng, tries=3)
 
 
 def test_a_session_recites_and_ends_each_turn() -> None:
     tokenizer = loaded(tiny_folder("qwen3")).tokenizer
-    session = ScriptedSession(["up", "<answer>down</answer>"], tokenizer, end_of_turn=5)
+    session = ScriptedSession(["up", "<answer>down</answer>"], tokenizer, ends=(5,))
     for expected in ("up", "<answer>down</answer>"):
         generation = asyncio.run(session.generate([], SamplingParams(64)))
         assert generation.token_ids[-1] == 5

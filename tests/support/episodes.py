@@ -35,7 +35,7 @@ from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from npu_vlrl.workflow.render import Renderer
 from npu_vlrl.workflow.tools import Toolbox
 from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
-from tests.support.models import VISION_KINDS
+from tests.support.models import is_vision
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Stage:
         self.vision = VisionFeatures(loaded.policy, loaded.processor, cache_bytes)
         self.engine = InProcessEngine(loaded.policy, self.vision)
         self.recorder = RecordingEngine(self.engine)
-        self.renderer = Renderer(loaded.tokenizer, loaded.processor, template_name=loaded.folder.name)
+        self.renderer = Renderer(loaded.tokenizer, loaded.processor, loaded.folder.name, chat=self.policy.family.chat)
 
     def workflow(self, turn_tokens: int, context_tokens: int = 4000) -> VisionMultiTurnAgenticWorkflow:
         config = WorkflowConfig(
@@ -138,7 +138,7 @@ class Stage:
 
 def long_episode(kind: str, turns: int = 3) -> list[Task]:
     """A task with pictures in the prompt and in a tool result, one without any picture, and one of a single turn."""
-    if kind not in VISION_KINDS:
+    if not is_vision(kind):
         script = [Reply(f"no {i}") for i in range(turns - 1)]
         return [task("a", ["What?"], *script), task("b", ["Which way is up?"], *script), task("c", ["x"])]
     look = Reply("see", (picture(56, 84, 4), picture(30, 100, 5)))

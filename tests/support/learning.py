@@ -23,6 +23,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 from npu_vlrl.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimConfig
 from npu_vlrl.learner import trainer
 from npu_vlrl.learner.trainer import Learner
+from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.vision import VisionFeatures
@@ -187,7 +188,7 @@ def with_advantage(sample: Sample, advantage: float) -> Sample:
 
 def plain_model(folder: Path) -> Any:
     """The model as any user of transformers gets it, with its own attention, masks and positions."""
-    family = AutoModelForCausalLM if folder.name == "qwen3" else AutoModelForImageTextToText
+    family = AutoModelForCausalLM if FAMILIES[folder.name].vision is None else AutoModelForImageTextToText
     return family.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from npu_vlrl.config import ModelConfig
+from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.tiny import tiny_tokenizer, write_tiny_model
 from tests.support.tokenizers import qwen_tokenizer, template
@@ -26,7 +28,7 @@ PUBLISHED_ROWS = 151936
 
 
 def is_vision(kind: str) -> bool:
-    return kind in VISION_KINDS
+    return FAMILIES[kind].vision is not None
 
 
 @cache
@@ -35,7 +37,9 @@ def tiny_folder(kind: str, hidden: int = 64) -> Path:
     folder = write_tiny_model(kind, Path(_folders.name) / f"{kind}-{hidden}", seed=0, hidden=hidden)
     model = plain_model(folder)
     _randomise(model, std=0.08)
-    _make_ends_likely(model, tiny_tokenizer().convert_tokens_to_ids("<|im_end|>"), below=2)
+    family = FAMILIES[kind]
+    end = tiny_tokenizer(family).convert_tokens_to_ids(family.chat.end_of_turn[0])
+    _make_ends_likely(model, model.get_submodule(family.text), end, below=2)
     model.save_pretrained(folder)
     return folder
 
@@ -62,7 +66,8 @@ def qwen_folder(kind: str, template_name: str | None = None) -> Path:
         model = family.from_config(config)
     _randomise(model, std=0.12)
     for end in ("<|im_end|>", *(["</think>"] if "think" in name else [])):
-        _make_ends_likely(model, tokenizer.convert_tokens_to_ids(end), below=4.5)
+        text = model.get_submodule(FAMILIES[kind].text)
+        _make_ends_likely(model, text, tokenizer.convert_tokens_to_ids(end), below=4.5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(template(name))
@@ -94,9 +99,15 @@ def plain(folder: Path) -> Any:
 
 
 def plain_patches(folder: Path, images: list[Any]) -> Any:
-    """`pixel_values` and `image_grid_thw` of uint8 pictures, by the image processor of transformers."""
-    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    return processor(images=images, return_tensors="pt")
+    """What the model takes for uint8 pictures, by the image processor of transformers."""
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    facts = FAMILIES[kind].vision
+    assert facts is not None
+    processor = getattr(transformers, f"{settings['image_processor_type']}Pil")(**settings)
+    made = processor(images=images, return_tensors="pt", **facts.image_options)
+    made.pop("num_patches", None)
+    return made
 
 
 @torch.no_grad()
@@ -109,13 +120,12 @@ def _randomise(model: nn.Module, std: float) -> None:
 
 
 @torch.no_grad()
-def _make_ends_likely(model: Any, end: Any, below: float) -> None:
+def _make_ends_likely(model: Any, text: Any, end: Any, below: float) -> None:
     """Turns the head's row of `end` towards the mean hidden state, so that turns end by themselves now and then.
 
     `below`: nats between its mean logit and the logarithm of what all tokens weigh together.
     """
     ids = torch.randint(0, 200, (8, 24), generator=torch.Generator().manual_seed(3))
-    text = getattr(model.model, "language_model", model.model)
     hidden = text(input_ids=ids).last_hidden_state[:, 4:].flatten(0, 1)
     mean = hidden.mean(0)
     others = (hidden @ model.lm_head.weight.T).logsumexp(1).mean()

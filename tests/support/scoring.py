@@ -18,7 +18,7 @@ from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Image, ImageInput, Sample, SpecialTokens
 from npu_vlrl.workflow.export import ExportStyle
-from tests.support.models import is_vision, plain, plain_patches
+from tests.support.models import is_vision, loaded, plain, plain_patches
 
 TOLERANCE = 2e-5
 """In nats, float32. The engine computes a prompt alone, the learner within a tree: sums in another order."""
@@ -82,14 +82,16 @@ def plain_logprobs(
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     forbidden = torch.arange(model.lm_head.weight.shape[0]) >= n_tokens
     if is_vision(model.config.model_type):
-        forbidden[[model.config.image_token_id, model.config.video_token_id]] = True
-        types = (ids == model.config.image_token_id).long() * mask
+        forbidden[list(loaded(folder).policy.special.placeholders)] = True
         pictures = [Pillow.fromarray(image.image.rgb) for sample in samples for image in sample.images]
         made = plain_patches(folder, pictures) if pictures else {}
-        positions, _ = model.model.get_rope_index(
-            ids, mm_token_type_ids=types, image_grid_thw=made.get("image_grid_thw"), attention_mask=mask
-        )
-        inputs |= {**made, "position_ids": positions, "mm_token_type_ids": types}
+        inputs |= made
+        if hasattr(model.model, "get_rope_index"):
+            types = (ids == model.config.image_token_id).long() * mask
+            positions, _ = model.model.get_rope_index(
+                ids, mm_token_type_ids=types, image_grid_thw=made.get("image_grid_thw"), attention_mask=mask
+            )
+            inputs |= {"position_ids": positions, "mm_token_type_ids": types}
     logits = model(**inputs, use_cache=False).logits.masked_fill(forbidden, -torch.inf) / temperature
     scores = logits.log_softmax(-1)
     found: Logprobs = {}

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from npu_vlrl.config import WorkflowConfig
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.tiny import tiny_tokenizer, write_tiny_model
 from npu_vlrl.types import (
     Generation,
@@ -41,7 +42,7 @@ END = "<|im_end|>"
 
 @cache
 def tokenizer() -> PreTrainedTokenizerBase:
-    return tiny_tokenizer()
+    return tiny_tokenizer(FAMILIES["qwen2_5_vl"])
 
 
 @cache

@@ -29,10 +29,11 @@ from transformers import (
 from npu_vlrl.config import LoraConfig
 from npu_vlrl.export.card import LOADED
 from npu_vlrl.export.foreign import convert
+from npu_vlrl.model import families
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import LoadedModel
-from npu_vlrl.model.tiny import KINDS, tiny_tokenizer, write_tiny_model
-from tests.support.models import is_vision, load
+from npu_vlrl.model.tiny import tiny_tokenizer, write_tiny_model
+from tests.support.models import KINDS, is_vision, load
 from tests.transformers4.conftest import PYTHON
 
 PATIENCE_S = 600
@@ -75,7 +76,7 @@ def base_folder(kind: str, tied: bool, folder: Path, claims_tied: bool | None = 
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() > 1 else 1))
     model.save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(families.FAMILIES["qwen2_5_vl"])
     tokenizer.save_pretrained(folder)
     if claims_tied is not None:
         written = json.loads((folder / "config.json").read_text())

@@ -24,7 +24,6 @@ from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.hardware.base import Recorder
 from npu_vlrl.kernels.kept import Rows
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.sync.buckets import Holder, in_place
 from npu_vlrl.types import Generation, ImageInput, StopReason
@@ -206,9 +205,7 @@ class InProcessEngine(LocalEngine):
         images: list[ImageInput] = []
         for row, turn in zip(chunk, turns, strict=True):
             request = turn.request
-            places = rotary_positions(
-                request.token_ids, request.images, self.policy.special.image, self.policy.merge_size
-            )
+            places = self.policy.positions(request.token_ids, request.images)
             turn.next_position = int(places.max()) + 1
             ids.append(np.asarray(request.token_ids[turn.n_cached :]))
             positions.append(places[:, turn.n_cached :])

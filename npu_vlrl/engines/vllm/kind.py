@@ -10,6 +10,7 @@ from npu_vlrl.config import Config
 from npu_vlrl.engines.kind import EngineKind, Placement
 from npu_vlrl.engines.vllm.engine import VllmEngine, import_vllm
 from npu_vlrl.hardware import Platform
+from npu_vlrl.model.families import family_of_path
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.vision import VisionFeatures
 
@@ -19,6 +20,12 @@ class Vllm(EngineKind):
 
     def problems(self, config: Config, platform: Platform, several: bool) -> Iterator[str]:
         rollout, all_learn = config.rollout, config.train.learners == "all"
+        family = family_of_path(config.model.path)
+        if family is not None and not family.vllm:
+            yield (
+                f"rollout.engine=vllm: nobody has compared vLLM with the learner for {family.title}; set "
+                "rollout.engine=inprocess"
+            )
         if several and all_learn and rollout.tensor_parallel > 1:
             yield (
                 f"rollout.tensor_parallel={rollout.tensor_parallel} takes devices that only sample, and with "

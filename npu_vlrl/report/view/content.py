@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from npu_vlrl.model.tokens import IMAGE
 from npu_vlrl.report.record_schema import PER_TOKEN
 from npu_vlrl.report.view.pictures import Pictures
 from npu_vlrl.report.view.tokens import TokenTexts
@@ -39,7 +38,7 @@ class Content:
         self._patch = patch
         self.control = tokens.control if tokens else frozenset[int]()
         """Ids of tokens that only a template writes."""
-        self._image = tokens.id_of(IMAGE) if tokens else None
+        self._image = tokens.id_of(tokens.chat.image) if tokens else None
         self._begin = tokens.id_of(BEGIN) if tokens else None
 
     def page(self, records: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from yaml import YAMLError
 
 from npu_vlrl.config import ConfigError, WorkflowConfig
 from npu_vlrl.config.yaml_text import read_yaml
-from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.model.families import family_of_path
+from npu_vlrl.model.images import image_processor
 from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.report.view.content import Content
 from npu_vlrl.report.view.pictures import Pictures
@@ -164,8 +165,9 @@ class RunRecords:
 
     def _patch_size(self) -> int | None:
         for folder in self._model_folders():
+            family = family_of_path(str(folder))
             try:
-                processor = ImageProcessor.from_folder(folder)
+                processor = None if family is None else image_processor(folder, family)
             except ValueError:
                 continue
             if processor is not None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from npu_vlrl.model.families import CHATML, family_of_path
+
 
 def _byte_of_character() -> dict[str, int]:
     """What stands for each byte in the vocabularies of byte-level BPEs (Radford et al. 2019): itself where it can be
@@ -32,6 +34,9 @@ class TokenTexts:
             raise
         except Exception as error:  # the library raises nothing more special
             raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from error
+        family = family_of_path(str(folder))
+        self.chat = CHATML if family is None else family.chat
+        """The control tokens of the folder's model."""
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {number: token.content for number, token in added.items()}
         self.control = frozenset(number for number, token in added.items() if token.special)

@@ -23,7 +23,8 @@ from npu_vlrl.types import (
 )
 from npu_vlrl.workflow.thought import UNFINISHED_FEEDBACK, split_thought
 from npu_vlrl.workflow.tools import Frame, Toolbox, ToolContext
-from npu_vlrl.workflow.tools.hermes import ParsedCalls, parse_tool_calls
+from npu_vlrl.workflow.tools.forms import HERMES, ToolForm
+from npu_vlrl.workflow.tools.hermes import ParsedCalls
 
 
 class VisualQA(Environment):
@@ -42,12 +43,14 @@ class VisualQA(Environment):
         toolbox: Toolbox,
         failed_reward: float = 0.0,
         processor: ImageProcessor | None = None,
+        form: ToolForm = HERMES,
     ) -> None:
         self.config = config
         self.judge = judge
         self.toolbox = toolbox
         self.failed_reward = failed_reward
         self.processor = processor
+        self.form = form
         self._images: tuple[Image, ...] = ()
 
     async def reset(self, task: Task) -> Sequence[Message]:
@@ -56,7 +59,7 @@ class VisualQA(Environment):
         return task.messages
 
     async def step(self, text: str, history: Sequence[Turn]) -> Step:
-        parsed = parse_tool_calls(text) if self.config.tools else ParsedCalls((), ())
+        parsed = self.form.parse(text) if self.config.tools else ParsedCalls((), ())
         if not parsed.calls and not parsed.errors:
             return await self._judge(text, history)
         results = await asyncio.to_thread(self._run_tools, parsed)

@@ -61,6 +61,23 @@ def parse_tool_calls(text: str) -> ParsedCalls:
     return ParsedCalls(tuple(calls), tuple(errors))
 
 
+def write_tool_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """The text of a call."""
+    written = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False, separators=(",", ":"))
+    return f"{OPEN}{written}{CLOSE}"
+
+
+def read_json(text: str) -> Any:
+    """A value without constants and numbers that JSON does not have. Raises ValueError."""
+    return _DECODER.decode(text)
+
+
+def check_depth(arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments that Python could not write again."""
+    if _depth(arguments) > MAX_DEPTH:
+        raise ValueError(f'its "arguments" are nested more than {MAX_DEPTH} deep')
+
+
 def _read_call(text: str, position: int) -> tuple[ToolCall, int]:
     """The call whose JSON begins at `position`, and where it ends. Raises ValueError with a reason for the model.
 
@@ -90,8 +107,7 @@ def _call(value: Any) -> ToolCall:
             raise ValueError('its "arguments" are a string that is not JSON') from None
     if not isinstance(arguments, Mapping):
         raise ValueError('its "arguments" are not an object')
-    if _depth(arguments) > MAX_DEPTH:
-        raise ValueError(f'its "arguments" are nested more than {MAX_DEPTH} deep')
+    check_depth(arguments)
     for text in (name, *_strings(arguments)):
         if problem := half_pair(text):
             raise ValueError(f"its JSON holds {problem}")

@@ -1,0 +1,37 @@
+"""Families of models, each in a file of its own that states its facts. Adding a file adds a family."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+
+from npu_vlrl.model.families.base import CHATML, ChatFormat, Family, TowerShape, VisionFacts
+
+__all__ = ["CHATML", "FAMILIES", "TINY", "ChatFormat", "Family", "TowerShape", "VisionFacts", "family_of_path"]
+
+TINY = "tiny:"
+"""What `model.path` begins with for a model of random weights; a model type follows."""
+
+
+def _found() -> dict[str, Family]:
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return {family.model_type: family for family in families}
+
+
+FAMILIES: dict[str, Family] = _found()
+"""By the `model_type` of config.json."""
+
+
+def family_of_path(path: str) -> Family | None:
+    """The family that `model.path` names; None where it names none, which loading it will explain."""
+    if path.startswith(TINY):
+        return FAMILIES.get(path.removeprefix(TINY))
+    try:
+        settings = json.loads((Path(path) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    kind = settings.get("model_type") if isinstance(settings, dict) else None
+    return FAMILIES.get(kind) if isinstance(kind, str) else None

@@ -1,0 +1,210 @@
+"""The facts that a family of models states: all that the rest of the project does not know about it.
+
+Loading, policy, sharding, FLOPs, estimates, rendering, tools and exports ask a `Family`. Facts are names and numbers,
+so this room needs neither torch nor transformers. The defaults are those of a text-only model that speaks ChatML, and
+of the tower that Qwen2-VL introduced (arXiv 2409.12191).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Grid = tuple[int, int, int]
+"""Patches of a picture: time, or the number of tiles; rows; columns."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """The control tokens of a conversation, by their text.
+
+    Example: a turn of GLM-4.1V ends by the token that begins the next one, so `closing` is empty, and `<|user|>` is in
+    `end_of_turn`.
+    """
+
+    title: str = "Qwen"
+    """Whose models have these tokens; for messages."""
+    end_of_turn: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>")
+    """Sampled, they end a turn. The first one must be there, and scripted turns end by it."""
+    closing: str = "<|im_end|>"
+    """What the chat template writes behind each turn."""
+    spoken_ends: frozenset[str] = frozenset()
+    """Those of `end_of_turn` that belong to the answer, such as `</answer>`."""
+    image: str = "<|image_pad|>"
+    """Placeholder of a token of a picture; the template writes one a picture."""
+    video: str = "<|video_pad|>"
+    image_start: str = "<|vision_start|>"
+    image_end: str = "<|vision_end|>"
+    frames_images: bool = False
+    """`image_start` and `image_end` are written with the placeholders, instead of by the template."""
+    tool_calls: str = "hermes"
+    """How the model writes a call of a tool: a key of `workflow.tools.forms.FORMS`."""
+
+
+CHATML = ChatFormat()
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """Sizes of a vision tower that count its operations and its memory."""
+
+    hidden: int
+    heads: int
+    inner: int
+    """Width inside the MLP of a block."""
+    full: int
+    """Blocks in which a patch sees the whole picture; in the others it sees a window."""
+    merge: int
+    """Patches of a token along each side."""
+    window: int = 0
+    """Patches along a side of a window."""
+    class_tokens: int = 0
+    """Tokens beside the patches of each tile, which take part in all blocks."""
+    deep: int = 0
+    """Features of a token beside the one that replaces its placeholder."""
+    smallest: Grid = (1, 1, 1)
+    """The smallest picture that the tower takes."""
+
+
+@dataclass(frozen=True)
+class VisionFacts:
+    """How a family sees. Names of modules are relative to the model with its head."""
+
+    roots: tuple[str, ...] = ("model.visual",)
+    """The tower, and its projector where that is outside of it: all that `model.freeze_vision` freezes."""
+    blocks: str = "model.visual.blocks"
+    patches: str = "model.visual.patch_embed.proj"
+    """The convolution whose kernel is a patch."""
+    mergers: tuple[str, ...] = ("model.visual.merger",)
+    """Modules between blocks and language model; their matrices meet each token once."""
+    gated: bool = True
+    """MLPs of blocks are gated and norms have no mean; otherwise there are two products and LayerNorms."""
+    token_side: int = 28
+    """Pixels along the side of a token, in published models."""
+    position_scale: int | None = None
+    """What the model writes for the right and the lower border of any picture; None: pixels of the resized picture."""
+    positions: str = "grid"
+    """`grid`: tokens of a picture have rotary positions by time, row and column (M-RoPE, arXiv 2409.12191, section
+    2.1); `line`: they are counted like text."""
+    image_processors: tuple[str, ...] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
+    """transformers' classes, without the name of a backend, that a folder of the family may name."""
+    fast_images: bool = False
+    """`data.processor` computes the same bits as these classes, and takes their place. Otherwise they are asked, with
+    Pillow's backend.
+    """
+    image_options: Mapping[str, Any] = field(default_factory=dict)
+    """More options of their call."""
+    tower_keys: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "patch_size": "patch_size",
+            "merge_size": "spatial_merge_size",
+            "temporal_patch_size": "temporal_patch_size",
+        }
+    )
+    """Settings of the image processor, with the keys of `vision_config` that must have the same value."""
+    width_key: str | None = "out_hidden_size"
+    """The key of `vision_config` that must be the hidden width of the language model."""
+    token_ids: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "image_token_id": "image",
+            "video_token_id": "video",
+            "vision_start_token_id": "image_start",
+            "vision_end_token_id": "image_end",
+        }
+    )
+    """Keys of config.json, with the fields of `ChatFormat` whose ids they are."""
+
+
+class Family:
+    """One family. A file of this room states it, as `FAMILY`; see `docs/models.md`."""
+
+    title: str
+    """As people call it, e.g. `Qwen2.5-VL`."""
+    model_type: str
+    """transformers' name for it, which config.json holds."""
+    model_class: str
+    """transformers' class of the model with its head."""
+    chat: ChatFormat = CHATML
+    vision: VisionFacts | None = None
+    """None for a text-only model."""
+    text: str = "model"
+    """The language model without its head, as a module of the model with its head; it has `layers`."""
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Layers of the language model that get an adapter where the configuration names none."""
+    unlike: frozenset[str] = frozenset()
+    """Names of transformers' classes and functions that look like what a kernel replaces, and compute otherwise."""
+
+    vllm: bool = False
+    """Whether sampling with vLLM was compared with the learner."""
+    published: tuple[tuple[str, str], ...] = ()
+    """How names of weights begin in published files, and in transformers' modules."""
+    megatron: bool = False
+    """Whether Megatron-core's names of its weights are known."""
+
+    def problem(self, settings: Any) -> str | None:
+        """Why a model of the family with this configuration is not supported."""
+        return None
+
+    def tower_shape(self, settings: Any) -> TowerShape:
+        """By the `vision_config` of a model."""
+        return TowerShape(
+            settings.hidden_size,
+            settings.num_heads,
+            settings.intermediate_size,
+            full=settings.depth,
+            merge=settings.spatial_merge_size,
+            smallest=(1, settings.spatial_merge_size, settings.spatial_merge_size),
+        )
+
+    def tower_inputs(self, patches_PD: Tensor, grids_N3: Tensor) -> dict[str, Any]:
+        """Arguments of transformers' `get_image_features` for the patches of several pictures, one after the other."""
+        return {"pixel_values": patches_PD, "image_grid_thw": grids_N3}
+
+    def image_sizes(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of `ImageProcessor`, where transformers' processor is asked, by preprocessor_config.json and
+        config.json.
+        """
+        size = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels")}
+        size |= settings.get("size") or {}
+        names = ("patch_size", "merge_size", "temporal_patch_size")
+        return {name: settings[name] for name in names} | {
+            "min_pixels": size["shortest_edge"],
+            "max_pixels": size["longest_edge"],
+        }
+
+    def image_limits(self, min_pixels: int, max_pixels: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of transformers' processor for a picture of at least and at most so many pixels. `settings`:
+        preprocessor_config.json.
+        """
+        return {"size": {"shortest_edge": min_pixels, "longest_edge": max_pixels}}
+
+    def read_pixels(self, output: Mapping[str, Any], patch_size: int) -> tuple[Tensor, Grid]:
+        """The patches [P, D] and the grid of one picture, from what transformers' image processor gives for it."""
+        time, rows, columns = output["image_grid_thw"][0].tolist()
+        return output["pixel_values"], (time, rows, columns)
+
+    deep_features: str | None = None
+    """The field of the tower's output that holds features for later layers."""
+
+    def deep_inputs(self, seen_T: Tensor, rows: list[Tensor]) -> dict[str, Any]:
+        """Arguments of the language model for features of later layers: [n, hidden] each, at the places of `seen_T`."""
+        raise NotImplementedError(f"{self.title} has no features for later layers")
+
+    # --- a model of random weights, for tests and first runs ---
+
+    tiny_special: tuple[str, ...]
+    """Special tokens of its tokenizer; the first one pads."""
+    tiny_template: str
+    """Its chat template."""
+
+    def tiny_config(self, ids: Mapping[str, int], rows: int, hidden: int, layers: int) -> dict[str, Any]:
+        """Arguments of transformers' configuration class. `ids`: of the tokenizer; `rows`: of the embedding."""
+        raise NotImplementedError
+
+    def tiny_images(self) -> dict[str, Any] | None:
+        """preprocessor_config.json; None for a text-only model."""
+        return None
