@@ -128,10 +128,10 @@ def test_the_message_says_which_engine_what_gap_and_what_limit() -> None:
     stage = Stage("qwen3")
     with torch.no_grad():
         stage.copy.policy.text.norm.weight.mul_(1.5)
-    stage.learner.config = stage.learner.config.model_copy(update={"max_logprob_gap": 1e6})
+    stage.learner.algorithm = stage.learner.algorithm.model_copy(update={"max_logprob_gap": 1e6})
     gap = stage.guard(5)["probe_gap"]
     assert gap > 0.05
-    stage.learner.config = stage.learner.config.model_copy(update={"max_logprob_gap": None})
+    stage.learner.algorithm = stage.learner.algorithm.model_copy(update={"max_logprob_gap": None})
     with pytest.raises(LearnerError) as error:
         stage.guard(5)
     assert str(error.value).startswith(
