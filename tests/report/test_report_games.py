@@ -12,6 +12,7 @@ from npu_vlrl.config import Config
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.run_folder import RunFolder
 from npu_vlrl.types import EpisodeStatus, Task, Trajectory
+from npu_vlrl.workflow.environments.formats import make_format
 from npu_vlrl.workflow.environments.game import GameEnvironment
 from npu_vlrl.workflow.thought import UNFINISHED_FEEDBACK
 from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
@@ -40,6 +41,7 @@ def test_turns_are_recorded_with_state_terms_what_was_said_and_what_was_told(tmp
     done = episode(settings)
     assert done.status is EpisodeStatus.LOST
     run = RunFolder(settings)
+    run.format = make_format(settings.environment)
     run.begin()
     run.trajectories(0, [done], {})
     record = json.loads((tmp_path / "r" / "trajectories.jsonl").read_text())
