@@ -48,9 +48,9 @@ def load_config(path: str | Path | Sequence[str | Path], overrides: Sequence[str
     paths = [path] if isinstance(path, (str, Path)) else list(path)
     name = " + ".join(map(str, paths))
     changes = overrides.items() if isinstance(overrides, Mapping) else map(_override, overrides)
-    given: dict[str, Any] = reduce(
-        _merged, (_nested(key, value) for key, value in changes), {}
-    )  # as one: their order does not matter
+    given: dict[str, Any] = {}  # as one, so that their order does not matter
+    for key, value in changes:
+        given = _merged(given, _nested(key, value))
     values = reduce(_over, [*map(_read, paths), given])
     _check_plain(name, values)
     try:

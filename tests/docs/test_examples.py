@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def test_the_example_trains(
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert sum("reward" in step for step in steps) == 2
     episode = json.loads((folder / "trajectories.jsonl").read_text().splitlines()[0])
-    assert set(episode["turns"][0]["verdict"]["terms"]) == {"right", "format"}
+    assert re.fullmatch(r"[0-3] \[[\d ]+\] \[[\d ]+\]", episode["turns"][0]["state"]), "the example's own state_key"
 
 
 def test_the_example_draws_what_it_says() -> None:

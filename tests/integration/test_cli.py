@@ -182,13 +182,13 @@ def test_a_full_disk_and_ctrl_c_are_a_message(monkeypatch: pytest.MonkeyPatch, b
 
 def test_ctrl_c_while_libraries_are_imported(monkeypatch: pytest.MonkeyPatch, base: Path) -> None:
     def pressed(name: str, *rest: Any) -> Any:
-        if name == "npu_vlrl.learner.checkpoint":
+        if name == "npu_vlrl.train_loop":
             raise KeyboardInterrupt
         return original(name, *rest)
 
     original = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", pressed)
-    assert program("config", "--config", base) == Outcome(130, "", "npu-vlrl: ended by Ctrl-C\n")
+    assert program("train", "--config", base) == Outcome(130, "", "npu-vlrl: ended by Ctrl-C\n")
 
 
 def test_data_geo3k_refuses_what_it_cannot_use(tmp_path: Path) -> None:
