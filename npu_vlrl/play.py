@@ -274,4 +274,4 @@ def _processor(config: Config, cleanup: ExitStack) -> ImageProcessor | None:
     scratch = Path(cleanup.enter_context(TemporaryDirectory()))
     folder = model_folder(config.model.path, scratch, config.train.seed, whole=False)
     family = family_of_path(str(folder))
-    return family and load_processor(config.model, folder, family)
+    return None if family is None else load_processor(config.model, folder, family)

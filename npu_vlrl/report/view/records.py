@@ -168,7 +168,7 @@ class RunRecords:
         for folder in self._model_folders():
             family = family_of_path(str(folder))
             try:
-                processor = family and image_processor(folder, family)
+                processor = None if family is None else image_processor(folder, family)
             except ValueError:
                 continue
             if processor is not None:
