@@ -205,6 +205,11 @@ class Family:
         """Arguments of transformers' configuration class. `ids`: of the tokenizer; `rows`: of the embedding."""
         raise NotImplementedError
 
+    def tiny_ids(self, ids: Mapping[str, int]) -> dict[str, int]:
+        """Ids of placeholders, by their keys in config.json."""
+        assert self.vision is not None
+        return {key: ids[getattr(self.chat, name)] for key, name in self.vision.token_ids.items()}
+
     def tiny_images(self) -> dict[str, Any] | None:
         """preprocessor_config.json; None for a text-only model."""
         return None

@@ -103,7 +103,7 @@ class Glm4V(Family):
             "text_config": text_settings(ids["<|user|>"], ids["<|endoftext|>"], rows, hidden, layers, rope),
             "vision_config": vision_settings(hidden) | {"patch_size": 14, "image_size": 56},
             "tie_word_embeddings": False,
-            **{key: ids[getattr(self.chat, name)] for key, name in self.vision.token_ids.items()},
+            **self.tiny_ids(ids),
         }
 
     def tiny_images(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class InternVL(Family):
             "vision_config": vision,
             "image_seq_length": 4,
             "tie_word_embeddings": True,
-            "image_token_id": ids[self.chat.image],
+            **self.tiny_ids(ids),
         }
 
     def tiny_images(self) -> dict[str, Any]:

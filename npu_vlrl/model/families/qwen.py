@@ -40,8 +40,3 @@ class QwenVision(Qwen):
 
     text = "model.language_model"
     published = (("visual.", "model.visual."), ("model.", "model.language_model."))
-
-    def tiny_ids(self, ids: Mapping[str, int]) -> dict[str, int]:
-        """Ids of placeholders, by their keys in config.json."""
-        assert self.vision is not None
-        return {key: ids[getattr(self.chat, name)] for key, name in self.vision.token_ids.items()}
