@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from npu_vlrl.registry import RULES
+from npu_vlrl.common.registry import RULES
 from npu_vlrl.types import JudgeError, Message, Task, Verdict
 from npu_vlrl.workflow.rewards import InlineJudge, JudgePool
 

@@ -23,7 +23,7 @@ from benchmarks import setup
 from npu_vlrl import kernels
 from npu_vlrl.hardware import Platform
 from npu_vlrl.kernels import op, table
-from npu_vlrl.kernels.once import OncePerTensor
+from npu_vlrl.kernels.tensor_cache import OncePerTensor
 from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.tiny import tiny_tokenizer
 from npu_vlrl.types import Sample

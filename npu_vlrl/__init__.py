@@ -18,7 +18,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 _ORIGINS = {
     "npu_vlrl.config": ("Config", "ConfigError", "dump_config", "load_config"),
     "npu_vlrl.train_loop": ("train",),
-    "npu_vlrl.evaluate_loop": ("evaluate",),
+    "npu_vlrl.training.evaluate": ("evaluate",),
     "npu_vlrl.types": (
         *("DataError", "Environment", "Image", "Judge", "Message", "Step"),
         *("Task", "ToolCall", "ToolResult", "Trajectory", "Turn", "Verdict"),
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from npu_vlrl.config import ConfigError as ConfigError
     from npu_vlrl.config import dump_config as dump_config
     from npu_vlrl.config import load_config as load_config
-    from npu_vlrl.evaluate_loop import evaluate as evaluate
+    from npu_vlrl.training.evaluate import evaluate as evaluate
     from npu_vlrl.train_loop import train as train
     from npu_vlrl.types import DataError as DataError
     from npu_vlrl.types import Environment as Environment

@@ -14,7 +14,7 @@ from contextlib import suppress
 from npu_vlrl import __version__
 from npu_vlrl.commands import completion, data, doctor, estimate, evaluate, export, init, play, plot, train, view
 from npu_vlrl.config import ConfigError
-from npu_vlrl.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
+from npu_vlrl.common.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 
 COMMANDS = (init, estimate, train, evaluate, view, plot, export, play, doctor, data, completion)
 
@@ -53,10 +53,10 @@ def _explained(error: Exception) -> int:
     from safetensors import SafetensorError
 
     from npu_vlrl.config.extras import EXTRAS, remedy
-    from npu_vlrl.disk import is_full, refusal
+    from npu_vlrl.common.atomic_files import is_full, refusal
     from npu_vlrl.engines.base import EngineError
     from npu_vlrl.hardware import HardwareError
-    from npu_vlrl.interrupt import Interrupted
+    from npu_vlrl.network.interrupt import Interrupted
     from npu_vlrl.learner.checkpoint import CheckpointError
     from npu_vlrl.learner.trainer import LearnerError
     from npu_vlrl.network.world import PeerError, leave, started_processes

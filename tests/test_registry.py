@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from npu_vlrl.config import Config
-from npu_vlrl.registry import DATA, GAMES, GENERATORS, RULES, STARTERS, load
+from npu_vlrl.common.registry import DATA, GAMES, GENERATORS, RULES, STARTERS, load
 from npu_vlrl.workflow.tools.forms import HERMES
 
 CONFIG = Config.model_validate({"model": {"path": "tiny:qwen2_5_vl"}, "data": {"train": {"generator": "arrow"}}})
@@ -48,7 +48,7 @@ def test_modules_have_what_their_tables_demand() -> None:
 
 def test_the_registry_and_what_commands_read_of_it_are_light() -> None:
     code = (
-        "import sys\nfrom npu_vlrl.registry import DATA, load\n"
+        "import sys\nfrom npu_vlrl.common.registry import DATA, load\n"
         "assert not {'numpy', 'npu_vlrl.types'} & set(sys.modules)\n"
         "[load(DATA, name) for name in DATA]\n"
         "assert not {'torch', 'pyarrow', 'transformers', 'PIL'} & set(sys.modules)\n"

@@ -16,7 +16,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from npu_vlrl.config import Config
-from npu_vlrl.fields import Section
+from npu_vlrl.common.fields import Section
 
 TARGET = Path(__file__).parents[1] / "configuration.md"
 

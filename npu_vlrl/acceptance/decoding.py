@@ -14,8 +14,8 @@ from npu_vlrl.acceptance.timing import milliseconds
 from npu_vlrl.acceptance.worker import Failed, Machine, NotTried
 from npu_vlrl.engines.base import Request
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
-from npu_vlrl.kernels.kept import Rows
-from npu_vlrl.kernels.recording import TOLERANCE, records
+from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.kernels.graph_capture import TOLERANCE, records
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Generation, SamplingParams

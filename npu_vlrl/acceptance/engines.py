@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from npu_vlrl import processes
+from npu_vlrl.training import processes
 from npu_vlrl.acceptance.models import scratch, tiny_config
 from npu_vlrl.acceptance.worker import Failed, Machine, NotTried
 from npu_vlrl.config import Config
 from npu_vlrl.engines.kind import Placement
-from npu_vlrl.guard import EngineGuard
+from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.trainer import LearnerError

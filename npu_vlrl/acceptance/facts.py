@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from npu_vlrl import doctor, kernels
+from npu_vlrl import kernels
+from npu_vlrl.acceptance import doctor
 from npu_vlrl.acceptance.worker import Machine, NotTried
 from npu_vlrl.hardware import software
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from npu_vlrl.acceptance.crew import Crew, Entry
 from npu_vlrl.acceptance.plan import FACTS, ONE_DEVICE, Check, checks
-from npu_vlrl.disk import write_text
-from npu_vlrl.exit_codes import BAD_INPUT, DONE, FAILED
+from npu_vlrl.common.atomic_files import write_text
+from npu_vlrl.common.exit_codes import BAD_INPUT, DONE, FAILED
 
 LIMIT_S = 1800.0
 """No check begins later: on a machine where everything hangs, each would wait for its deadline."""

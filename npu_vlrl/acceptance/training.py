@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_vlrl import processes
+from npu_vlrl.training import processes
 from npu_vlrl.acceptance.models import samples_of, scratch, tiny_config
 from npu_vlrl.acceptance.worker import Failed, Machine
 from npu_vlrl.learner.ranks import Ranks

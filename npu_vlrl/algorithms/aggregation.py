@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from npu_vlrl.algorithms.component import FIXED, Chosen, Component, Options
-from npu_vlrl.fields import Positive
+from npu_vlrl.common.fields import Positive
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from npu_vlrl.fields import Section
+from npu_vlrl.common.fields import Section
 
 FIXED = "fixed"
 """Metadata of the type of an option that no preset fills: its default stands in the configuration. Others are null

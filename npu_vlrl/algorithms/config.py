@@ -21,9 +21,9 @@ from npu_vlrl.algorithms.losses import LOSSES, Loss
 from npu_vlrl.algorithms.policy_loss import PolicyTerms
 from npu_vlrl.algorithms.presets import PRESETS, REMOVED
 from npu_vlrl.algorithms.selection import Selection
-from npu_vlrl.fields import ConfigError, Count, Positive, Section, at_home
+from npu_vlrl.common.fields import ConfigError, Count, Positive, Section, at_home
 from npu_vlrl.types import Sample
-from npu_vlrl.userfile import is_spec
+from npu_vlrl.common.user_file import is_spec
 
 TABLES: dict[str, Mapping[str, Component]] = {
     "advantage": ESTIMATORS,

@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from npu_vlrl.algorithms.component import FIXED, Component, Options
 from npu_vlrl.algorithms.loss_tokens import LossTokens, bounded_exp
-from npu_vlrl.fields import Positive
+from npu_vlrl.common.fields import Positive
 
 if TYPE_CHECKING:
     from torch import Tensor

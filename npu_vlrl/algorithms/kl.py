@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from npu_vlrl.algorithms.component import Options
-from npu_vlrl.fields import NonNegative
+from npu_vlrl.common.fields import NonNegative
 from npu_vlrl.types import Sample
 
 if TYPE_CHECKING:

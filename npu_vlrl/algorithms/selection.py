@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from npu_vlrl.algorithms.component import FIXED, Options
 from npu_vlrl.algorithms.equality import equal
-from npu_vlrl.fields import CountOrOff
+from npu_vlrl.common.fields import CountOrOff
 from npu_vlrl.types import Sample
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from npu_vlrl.algorithms.component import Options
 from npu_vlrl.algorithms.loss_tokens import wide
 from npu_vlrl.algorithms.metrics import Metrics, reduce_metrics
-from npu_vlrl.fields import Positive
+from npu_vlrl.common.fields import Positive
 
 if TYPE_CHECKING:
     from torch import Tensor

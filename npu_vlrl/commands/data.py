@@ -8,9 +8,9 @@ from functools import partial
 
 from npu_vlrl.commands.options import Commands, add_config, load
 from npu_vlrl.config import ConfigError
-from npu_vlrl.exit_codes import BAD_INPUT, DONE
-from npu_vlrl.registry import DATA
-from npu_vlrl.registry import load as load_module
+from npu_vlrl.common.exit_codes import BAD_INPUT, DONE
+from npu_vlrl.common.registry import DATA
+from npu_vlrl.common.registry import load as load_module
 
 
 def add(commands: Commands) -> None:
@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from npu_vlrl.check_data import check
+    from npu_vlrl.preview.check_data import check
     from npu_vlrl.report.console import printable
 
     if options.limit is not None and options.limit < 1:

@@ -25,6 +25,6 @@ def _doctor(options: argparse.Namespace) -> int:
         from npu_vlrl.acceptance.report import write_report
 
         return write_report(options.ascend_report)
-    from npu_vlrl.doctor import doctor
+    from npu_vlrl.acceptance.doctor import doctor
 
     return doctor(options.json)

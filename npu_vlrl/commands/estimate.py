@@ -6,7 +6,7 @@ import argparse
 
 from npu_vlrl.commands.options import Commands, add_config, load
 from npu_vlrl.config import ConfigError
-from npu_vlrl.exit_codes import DONE, FAILED
+from npu_vlrl.common.exit_codes import DONE, FAILED
 
 
 def add(commands: Commands) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from npu_vlrl.commands.options import Commands, add_configured, load, run_placed
 from npu_vlrl.config import ConfigError
-from npu_vlrl.exit_codes import DONE
+from npu_vlrl.common.exit_codes import DONE
 
 
 def add(commands: Commands) -> None:
@@ -23,7 +23,7 @@ def _eval(options: argparse.Namespace) -> int:
     if options.out is not None and options.against is None:
         raise ConfigError("--out is the folder of a comparison; say with what to compare by --against DIR")
     if options.config is not None:
-        from npu_vlrl.evaluate_loop import evaluate
+        from npu_vlrl.training.evaluate import evaluate
 
         config = load(options)
         if against is not None:

@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
 
 
 def _init(options: argparse.Namespace) -> None:
-    from npu_vlrl.starter import machine, next_steps, starter
+    from npu_vlrl.estimate.init_config import machine, next_steps, starter
 
     if options.devices is not None and options.devices < 1:
         raise ConfigError(f"--devices must be at least 1, got {options.devices}")

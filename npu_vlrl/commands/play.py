@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
 
 
 def _play(options: argparse.Namespace) -> None:
-    from npu_vlrl.play import environment_config, play
+    from npu_vlrl.preview.play import environment_config, play
 
     for name in ("task", "seed"):
         if (number := getattr(options, name) or 0) < 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 from npu_vlrl.cluster import drives
 from npu_vlrl.commands.options import Commands, add_configured, load, run_placed
 from npu_vlrl.config import ConfigError, dump_config
-from npu_vlrl.exit_codes import DONE
+from npu_vlrl.common.exit_codes import DONE
 
 
 def add(commands: Commands) -> None:
@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from npu_vlrl.halves import rollout_only, train_only
+    from npu_vlrl.commands.debug import rollout_only, train_only
     from npu_vlrl.train_loop import train
 
     config = load(options)

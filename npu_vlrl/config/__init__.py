@@ -12,7 +12,7 @@ from npu_vlrl.config.schema import (
     WorkflowConfig,
 )
 from npu_vlrl.config.training import CriticConfig, OptimConfig
-from npu_vlrl.fields import ConfigError
+from npu_vlrl.common.fields import ConfigError
 
 __all__ = [
     "AlgorithmConfig",

@@ -19,7 +19,7 @@ from yaml import YAMLError
 from npu_vlrl.config.named import find
 from npu_vlrl.config.schema import Config
 from npu_vlrl.config.yaml_text import read_yaml, write_yaml
-from npu_vlrl.fields import ConfigError, Section
+from npu_vlrl.common.fields import ConfigError, Section
 
 OPTIONS_OF = ("name", "rule")
 """Keys that name the owner of the `options` beside them: `environment.name`, `workflow.name`, `reward.rule`, a term's

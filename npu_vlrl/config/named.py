@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from npu_vlrl.fields import ConfigError
+from npu_vlrl.common.fields import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """In a checkout a link to `configs/` at its top, of which a built package has a copy."""

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from npu_vlrl.algorithms import AlgorithmConfig
 from npu_vlrl.config.training import CriticConfig, OptimConfig, TrainConfig, WarmStartConfig
-from npu_vlrl.fields import Count, CountOrOff, Earned, NonNegative, Positive, Section, Share, at_home
-from npu_vlrl.registry import GENERATORS
+from npu_vlrl.common.fields import Count, CountOrOff, Earned, NonNegative, Positive, Section, Share, at_home
+from npu_vlrl.common.registry import GENERATORS
 from npu_vlrl.types import MAX_REWARD
 
 

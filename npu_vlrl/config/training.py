@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from npu_vlrl.algorithms.value import ValueOptions
-from npu_vlrl.fields import BelowOne, Count, CountOrOff, NonNegative, Positive, Section, Share
+from npu_vlrl.common.fields import BelowOne, Count, CountOrOff, NonNegative, Positive, Section, Share
 
 
 class CriticConfig(ValueOptions):

@@ -35,7 +35,7 @@ from npu_vlrl.engines.messages import (
 from npu_vlrl.network.channel import Channel, M
 from npu_vlrl.network.messages import Begin, Ready, Stop
 from npu_vlrl.network.world import PeerError, World
-from npu_vlrl.sync.disk import DiskSender
+from npu_vlrl.sync.files import DiskSender
 from npu_vlrl.sync.weights import WeightSender
 
 T = TypeVar("T")

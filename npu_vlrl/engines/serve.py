@@ -20,7 +20,7 @@ from npu_vlrl.engines.messages import (
 from npu_vlrl.network.channel import Channel
 from npu_vlrl.network.messages import Begin, Failed, Message, Ready, Stop
 from npu_vlrl.network.world import LEARNER, PeerError, World
-from npu_vlrl.sync.disk import DiskReceiver
+from npu_vlrl.sync.files import DiskReceiver
 from npu_vlrl.sync.weights import SyncError, WeightReceiver, Weights
 
 Handlers = Mapping[type[Message], Callable[[Any], None]]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from npu_vlrl.kernels.kept import Kept
-from npu_vlrl.kernels.once import OncePerTensor
+from npu_vlrl.kernels.kv_cache import Kept
+from npu_vlrl.kernels.tensor_cache import OncePerTensor
 from npu_vlrl.kernels.table import op
 from npu_vlrl.kernels.tree import Tree
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from npu_vlrl.kernels import reference, triton_layers, triton_logprob
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.kernels.reference import Linear
 from npu_vlrl.kernels.table import op, register
 from npu_vlrl.kernels.tree import Tree

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.kernels.parity import Case
 from npu_vlrl.kernels.table import Implementation
 from npu_vlrl.kernels.tree import Tree

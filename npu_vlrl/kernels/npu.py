@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npu_vlrl.kernels import mindspeed, reference, triton_logprob
-from npu_vlrl.kernels.kept import Rows
-from npu_vlrl.kernels.once import OncePerTensor
+from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.kernels.tensor_cache import OncePerTensor
 from npu_vlrl.kernels.table import register
 from npu_vlrl.kernels.tree import MOST_SEQUENCES, Tree
 from npu_vlrl.kernels.tree_parts import tree_attention as by_parts

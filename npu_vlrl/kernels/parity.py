@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.kernels.table import Implementation, op, reference_of
 from npu_vlrl.kernels.tree import Tree
 

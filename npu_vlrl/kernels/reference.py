@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.kernels.table import op, register
 from npu_vlrl.kernels.tree import Tree
 

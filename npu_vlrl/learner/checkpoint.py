@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from npu_vlrl.disk import let_read, sha256, write_text, writing
+from npu_vlrl.common.atomic_files import let_read, sha256, write_text, writing
 from npu_vlrl.learner.ranks import Ranks
 
 Content = TypeVar("Content")

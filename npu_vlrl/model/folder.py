@@ -11,7 +11,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from npu_vlrl.disk import let_read, writing
+from npu_vlrl.common.atomic_files import let_read, writing
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.saving import save_model, save_tokenizer, split_processor, write_pixel_limits
 

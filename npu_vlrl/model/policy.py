@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from npu_vlrl.kernels.kept import Kept
+from npu_vlrl.kernels.kv_cache import Kept
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.families import FAMILIES, Family
 from npu_vlrl.model.positions import rotary_positions

@@ -15,7 +15,7 @@ from npu_vlrl.algorithms import AlgorithmConfig, Group, GroupRewards, LossTokens
 from npu_vlrl.algorithms.component import Chosen
 from npu_vlrl.algorithms.group_rewards import GroupReward
 from npu_vlrl.config import ConfigError
-from npu_vlrl.inputs import code_files
+from npu_vlrl.report.fingerprints import code_files
 from npu_vlrl.types import (
     DataError,
     EpisodeStatus,

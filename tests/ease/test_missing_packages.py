@@ -28,7 +28,7 @@ def test_a_missing_package_is_one_sentence(
 
 
 def test_another_missing_module_is_no_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "npu_vlrl.play", raising=False)
-    monkeypatch.setitem(sys.modules, "npu_vlrl.play", None)
-    with pytest.raises(ModuleNotFoundError, match="npu_vlrl.play"):
+    monkeypatch.delitem(sys.modules, "npu_vlrl.preview.play", raising=False)
+    monkeypatch.setitem(sys.modules, "npu_vlrl.preview.play", None)
+    with pytest.raises(ModuleNotFoundError, match="npu_vlrl.preview.play"):
         program("play", "--environment", "frozenlake")

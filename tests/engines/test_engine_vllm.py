@@ -123,7 +123,7 @@ def test_a_rank_that_vllm_has_no_room_for() -> None:
 def test_what_several_processes_have_no_device_for_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("npu_vlrl.processes.started_processes", lambda: 2)
+    monkeypatch.setattr("npu_vlrl.training.processes.started_processes", lambda: 2)
     said = refused(["train.learners=all", "rollout.tensor_parallel=2"], tmp_path, capsys)
     assert said.startswith("npu-vlrl: rollout.tensor_parallel=2 takes devices that only sample, and with train.")
     assert "set train.learners=all, or leave it out" in refused(["rollout.sleep=true"], tmp_path, capsys)
@@ -145,7 +145,7 @@ def test_adapters_in_32_bits_are_for_a_cpu(
     monkeypatch.setattr(os, "environ", os.environ.copy())
     words = ["model.lora={}", "warm_start.steps=0", "model.dtype=float32"]
     assert "needs vLLM" in refused(words, tmp_path, capsys)
-    monkeypatch.setattr("npu_vlrl.processes.select", Accelerator)
+    monkeypatch.setattr("npu_vlrl.training.processes.select", Accelerator)
     assert refused(words, tmp_path, capsys) == (
         "npu-vlrl: model.lora with rollout.engine=vllm: on the platform cpu vLLM computes adapters in 16 bits only; "
         "set model.dtype=bfloat16, or rollout.engine=inprocess\n"

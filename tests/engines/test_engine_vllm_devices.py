@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from npu_vlrl import processes
+from npu_vlrl.training import processes
 from npu_vlrl.config import load_config
 from npu_vlrl.engines.kind import Placement
 from npu_vlrl.engines.vllm import engine as vllm

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from npu_vlrl import kernels
 from npu_vlrl.kernels import cuda, reference
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.kernels.table import reference_of
 from npu_vlrl.kernels.tree import Tree
 from tests.support.trees import grown

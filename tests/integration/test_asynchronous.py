@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from npu_vlrl.build import check_asynchronous
+from npu_vlrl.training.build import check_asynchronous
 from npu_vlrl.config import Config, ConfigError, load_config
-from npu_vlrl.interrupt import SAME_S, CtrlC
+from npu_vlrl.network.interrupt import SAME_S, CtrlC
 from npu_vlrl.learner.checkpoint import latest
 from tests.support.program import program
 from tests.support.ranks import PATIENCE_S, Process, finish, fork, log, said
@@ -34,7 +34,7 @@ EVERY = 5
 
 PATIENT = """
 import time
-from npu_vlrl.interrupt import CtrlC
+from npu_vlrl.network.interrupt import CtrlC
 
 with CtrlC().caught():
     print("ready", flush=True)

@@ -14,7 +14,7 @@ ENGINE = """
 import sys, tempfile, time
 from pathlib import Path
 from types import SimpleNamespace
-from npu_vlrl import processes
+from npu_vlrl.training import processes
 from npu_vlrl.config import load_config
 
 def local_engine(config, platform, outline, vision, placement, cleanup):

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from npu_vlrl import evaluation
+from npu_vlrl.training import evaluation
 from npu_vlrl.config import ConfigError
-from npu_vlrl.evaluate_loop import evaluate
-from npu_vlrl.evaluation import Evaluation
+from npu_vlrl.training.evaluate import evaluate
+from npu_vlrl.training.evaluation import Evaluation
 from npu_vlrl.tasks.benchmark.convert import convert
 from npu_vlrl.train_loop import train
 from npu_vlrl.workflow.environments.visual_qa import VisualQA

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from npu_vlrl.engines.base import Outcome, Request
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.engines.local import OWN
-from npu_vlrl.guard import EngineGuard
+from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.trainer import LearnerError
 from npu_vlrl.model.vision import VisionFeatures

@@ -14,7 +14,7 @@ from tests.support.runs import lines, write_config
 
 WAITS = """
 import signal, sys, time
-from npu_vlrl.interrupt import CtrlC
+from npu_vlrl.network.interrupt import CtrlC
 ctrl_c = CtrlC()
 with ctrl_c.caught():
     print("ready", flush=True)

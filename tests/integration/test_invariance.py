@@ -12,7 +12,7 @@ import torch
 
 from npu_vlrl.learner.trainer import Learner, LearnerError
 from npu_vlrl.rollout.collect import Rollout
-from npu_vlrl.run import Run
+from npu_vlrl.training.run import Run
 from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import ExportStyle, export
 from tests.support.learning import Probe, distance, make_learner, with_advantage

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npu_vlrl.config import load_config
-from npu_vlrl.paths import rooted
+from npu_vlrl.report.absolute_paths import rooted
 from npu_vlrl.train_loop import train
 
 torch.set_num_threads(1)

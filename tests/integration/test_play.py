@@ -17,7 +17,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from npu_vlrl.play import half_blocks
+from npu_vlrl.preview.play import half_blocks
 from npu_vlrl.tasks import frozenlake
 from npu_vlrl.tasks.episodes import episode_task
 from npu_vlrl.tasks.photo import load_photos, photo_task

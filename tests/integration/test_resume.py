@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from transformers import Qwen2Tokenizer
 
 from npu_vlrl.config import Config, ConfigError
-from npu_vlrl.evaluation import Evaluation
-from npu_vlrl.interrupt import CtrlC, Interrupted
+from npu_vlrl.training.evaluation import Evaluation
+from npu_vlrl.network.interrupt import CtrlC, Interrupted
 from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.trainer import Learner

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from npu_vlrl.kernels import attention
 from npu_vlrl.kernels.attention import ATTENTION_NAME, attention_forward
 from npu_vlrl.kernels.modules import attach
-from npu_vlrl.kernels.once import OncePerTensor
+from npu_vlrl.kernels.tensor_cache import OncePerTensor
 
 torch.set_num_threads(1)
 

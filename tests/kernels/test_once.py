@@ -3,7 +3,7 @@
 import torch
 
 from npu_vlrl.kernels.attention import _on_host
-from npu_vlrl.kernels.once import OncePerTensor
+from npu_vlrl.kernels.tensor_cache import OncePerTensor
 
 
 def test_computed_again_only_after_a_change() -> None:

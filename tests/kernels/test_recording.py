@@ -14,7 +14,7 @@ from npu_vlrl.engines.inprocess.kind import InProcess
 from npu_vlrl.engines.kind import Placement
 from npu_vlrl.hardware.base import Recorder
 from npu_vlrl.hardware.cpu import CpuPlatform
-from npu_vlrl.kernels.recording import records
+from npu_vlrl.kernels.graph_capture import records
 from npu_vlrl.model.vision import VisionFeatures
 from tests.support.models import load, tiny_folder
 from tests.support.records import failing, frozen, right

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from npu_vlrl import check_data
-from npu_vlrl.build import build
+from npu_vlrl.preview import check_data
+from npu_vlrl.training.build import build
 from npu_vlrl.config import Config, ConfigError, ModelConfig
 from npu_vlrl.estimate.outline import outline_of
 from npu_vlrl.export.foreign import convert

@@ -9,7 +9,7 @@ import torch
 
 from npu_vlrl.config import LoraConfig
 from npu_vlrl.engines.inprocess.kv_cache import KeyValues
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.vision import VisionFeatures

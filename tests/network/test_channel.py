@@ -65,7 +65,7 @@ def test_names_of_messages_are_unique() -> None:
     import npu_vlrl.acceptance.training
     import npu_vlrl.engines.messages
     import npu_vlrl.learner.messages
-    import npu_vlrl.sync.disk  # noqa: F401
+    import npu_vlrl.sync.files  # noqa: F401
 
     names = [kind.__name__ for kind in Message.__subclasses__()]
     assert len(names) == len(set(names)) > 15

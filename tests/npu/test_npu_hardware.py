@@ -14,7 +14,7 @@ from npu_vlrl import kernels
 from npu_vlrl.hardware import HardwareError, select
 from npu_vlrl.hardware.base import Recorder
 from npu_vlrl.hardware.npu import NpuPlatform
-from npu_vlrl.kernels.recording import records
+from npu_vlrl.kernels.graph_capture import records
 from tests.host_cann import environment
 from tests.support.records import failing, frozen, right
 

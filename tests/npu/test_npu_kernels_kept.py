@@ -17,7 +17,7 @@ from torch import Tensor
 from npu_vlrl import kernels
 from npu_vlrl.config import ModelConfig
 from npu_vlrl.kernels import npu, reference
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.load import load_model
 from npu_vlrl.model.positions import rotary_positions

@@ -21,7 +21,7 @@ from npu_vlrl import kernels
 from npu_vlrl.config import LoraConfig, ModelConfig
 from npu_vlrl.engines.inprocess.kv_cache import KeyValues
 from npu_vlrl.kernels import npu
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.positions import rotary_positions

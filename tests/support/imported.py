@@ -4,15 +4,16 @@ from transformers.models.auto import processing_auto, tokenization_auto
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl, processing_qwen2_5_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-from npu_vlrl import cli, halves, train
+from npu_vlrl import cli, train_loop
+from npu_vlrl.commands import debug
 
 __all__ = [
     "cli",
-    "halves",
+    "debug",
     "modeling_qwen2_5_vl",
     "modeling_qwen3_vl",
     "processing_auto",
     "processing_qwen2_5_vl",
     "tokenization_auto",
-    "train",
+    "train_loop",
 ]

@@ -13,9 +13,9 @@ import torch
 from npu_vlrl.hardware import select
 from npu_vlrl.network.messages import Failed, Stop
 from npu_vlrl.network.world import World, join
-from npu_vlrl.sync import disk
+from npu_vlrl.sync import files as disk
 from npu_vlrl.sync.buckets import in_place
-from npu_vlrl.sync.disk import DiskReceiver, DiskSender
+from npu_vlrl.sync.files import DiskReceiver, DiskSender
 from npu_vlrl.sync.weights import SyncError, Weights
 
 SHAPES = {"a": (300, 7), "b": (5,), "c": (64, 64), "frozen": (3, 3)}

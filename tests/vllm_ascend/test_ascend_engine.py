@@ -15,7 +15,7 @@ import torch
 from npu_vlrl.config import AlgorithmConfig, OptimConfig
 from npu_vlrl.engines.base import Request
 from npu_vlrl.engines.vllm.engine import LOGPROBS
-from npu_vlrl.guard import EngineGuard
+from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.learner.gap import LearnerError
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.trainer import Learner

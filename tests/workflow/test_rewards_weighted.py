@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from npu_vlrl.registry import RULES
+from npu_vlrl.common.registry import RULES
 from npu_vlrl.report.verdicts import disagrees
 from npu_vlrl.types import DataError, JudgeError, Message, Task, Verdict
 from npu_vlrl.workflow.rewards import JudgePool, WeightedJudge, make_judge

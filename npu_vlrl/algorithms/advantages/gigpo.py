@@ -10,7 +10,7 @@ from npu_vlrl.algorithms.advantages.dr_grpo import dr_grpo
 from npu_vlrl.algorithms.advantages.estimator import over_turns
 from npu_vlrl.algorithms.advantages.groups import centre
 from npu_vlrl.algorithms.advantages.turns import TurnDiscount, Turns
-from npu_vlrl.fields import NonNegative
+from npu_vlrl.common.fields import NonNegative
 
 
 class GigpoOptions(TurnDiscount):

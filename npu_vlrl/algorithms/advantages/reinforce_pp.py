@@ -7,7 +7,7 @@ import numpy as np
 from npu_vlrl.algorithms.advantages.estimator import TokenOptions, over_samples, over_tokens
 from npu_vlrl.algorithms.advantages.groups import centre
 from npu_vlrl.algorithms.advantages.tokens import Tokens, backward_sums, whiten
-from npu_vlrl.fields import Share
+from npu_vlrl.common.fields import Share
 from npu_vlrl.types import Credit
 
 

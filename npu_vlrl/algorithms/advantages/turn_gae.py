@@ -7,7 +7,7 @@ import numpy as np
 from npu_vlrl.algorithms.advantages.estimator import TokenOptions, over_tokens
 from npu_vlrl.algorithms.advantages.tokens import Tokens, backward_sums, next_in_run, whiten
 from npu_vlrl.algorithms.advantages.turns import TurnDiscount
-from npu_vlrl.fields import Share
+from npu_vlrl.common.fields import Share
 from npu_vlrl.types import Credit
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from npu_vlrl.algorithms.advantages.tokens import backward_sums, changes
 from npu_vlrl.algorithms.component import Options
-from npu_vlrl.fields import Share
+from npu_vlrl.common.fields import Share
 
 
 class TurnDiscount(Options):

@@ -12,7 +12,7 @@ from pydantic import Field
 from npu_vlrl.algorithms.component import Options
 from npu_vlrl.algorithms.loss_tokens import LossTokens, bounded_exp, loss
 from npu_vlrl.algorithms.metrics import Metrics, clip_metrics
-from npu_vlrl.fields import Positive
+from npu_vlrl.common.fields import Positive
 
 if TYPE_CHECKING:
     from torch import Tensor

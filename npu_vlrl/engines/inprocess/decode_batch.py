@@ -13,7 +13,7 @@ from torch import Tensor
 from npu_vlrl.engines.inprocess.kv_cache import KeyValues
 from npu_vlrl.engines.inprocess.sampling import Filters, draw, processed_logprobs, uniforms
 from npu_vlrl.hardware.base import Recorder
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import SamplingParams
 

@@ -22,7 +22,7 @@ from npu_vlrl.engines.inprocess.decode_batch import Batch
 from npu_vlrl.engines.inprocess.kv_cache import KeyValues, RowCache
 from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.hardware.base import Recorder
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.sync.buckets import Holder, in_place

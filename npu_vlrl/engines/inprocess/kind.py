@@ -9,7 +9,7 @@ from npu_vlrl.config import Config
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.engines.kind import EngineKind, Placement
 from npu_vlrl.hardware import Platform
-from npu_vlrl.kernels.recording import records
+from npu_vlrl.kernels.graph_capture import records
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.vision import VisionFeatures
 

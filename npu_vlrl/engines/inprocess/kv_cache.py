@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from npu_vlrl.kernels.kept import Kept, Rows
+from npu_vlrl.kernels.kv_cache import Kept, Rows
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import ImageInput
 

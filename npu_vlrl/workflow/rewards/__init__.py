@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from npu_vlrl.registry import RULES, load
+from npu_vlrl.common.registry import RULES, load
 from npu_vlrl.workflow.names import check_names
 from npu_vlrl.workflow.rewards.pool import InlineJudge, JudgePool
 from npu_vlrl.workflow.rewards.weighted import WeightedJudge, make_weighted

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from npu_vlrl.registry import RULES, load
+from npu_vlrl.common.registry import RULES, load
 from npu_vlrl.types import DataError, Image, JudgeError, Verdict
 from npu_vlrl.workflow.workers import load_function
 from npu_vlrl.workflow.workers.serve import Handler

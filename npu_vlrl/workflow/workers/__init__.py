@@ -4,7 +4,7 @@ A service is a module with `open_service(options) -> (hello, handle)`. It runs i
 which a `WorkerPool` starts, feeds, kills at the deadline and replaces.
 """
 
-from npu_vlrl.userfile import is_spec, load_function
+from npu_vlrl.common.user_file import is_spec, load_function
 from npu_vlrl.workflow.workers.pool import WorkerError, WorkerPool, check_limits
 
 __all__ = ["WorkerError", "WorkerPool", "check_limits", "is_spec", "load_function"]

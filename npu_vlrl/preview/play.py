@@ -18,7 +18,7 @@ import numpy as np
 import PIL.Image
 from yaml import YAMLError
 
-from npu_vlrl.build import make_setting, task_source
+from npu_vlrl.training.build import make_setting, task_source
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.config.yaml_text import read_yaml
 from npu_vlrl.data.processor import ImageProcessor

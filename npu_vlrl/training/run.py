@@ -10,18 +10,18 @@ from typing import Any
 
 from npu_vlrl.algorithms import GroupRewards
 from npu_vlrl.algorithms.selection import has_spread
-from npu_vlrl.build import Parts, build, new_learners
+from npu_vlrl.training.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
-from npu_vlrl.evaluation import Evaluation
+from npu_vlrl.training.evaluation import Evaluation
 from npu_vlrl.export.run import export_end
-from npu_vlrl.guard import EngineGuard
+from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.hardware import software
-from npu_vlrl.inputs import Inputs
+from npu_vlrl.report.fingerprints import Inputs
 from npu_vlrl.learner.checkpoint import CheckpointError, has_checksums, latest, steps_done
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.schedule import rate_jump
 from npu_vlrl.learner.state import needed
-from npu_vlrl.paths import rooted
+from npu_vlrl.report.absolute_paths import rooted
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.counters import Counters
 from npu_vlrl.report.evaluated import means_by_source

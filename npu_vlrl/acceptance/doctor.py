@@ -17,7 +17,7 @@ from rich.text import Text
 from npu_vlrl import kernels
 from npu_vlrl.hardware import PLATFORMS, VARIABLE, HardwareError, Platform, collective, select, software
 from npu_vlrl.kernels import parity
-from npu_vlrl.kernels.recording import records
+from npu_vlrl.kernels.graph_capture import records
 from npu_vlrl.report.console import printable
 
 COLLECTIVE_S = 90.0

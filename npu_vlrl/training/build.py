@@ -23,9 +23,9 @@ from npu_vlrl.model.inspect import inspect_folder
 from npu_vlrl.model.load import LoadedModel, model_folder
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.network.world import World, started_processes
-from npu_vlrl.processes import blaming, join_engines, learning_ranks, load, new_engine, new_learner, prepare
-from npu_vlrl.registry import GENERATORS
-from npu_vlrl.registry import load as load_named
+from npu_vlrl.training.processes import blaming, join_engines, learning_ranks, load, new_engine, new_learner, prepare
+from npu_vlrl.common.registry import GENERATORS
+from npu_vlrl.common.registry import load as load_named
 from npu_vlrl.types import Environment, Task
 from npu_vlrl.workflow.base import Sampling, Workflow
 from npu_vlrl.workflow.environments import environments

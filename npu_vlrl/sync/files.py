@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from npu_vlrl.disk import writing
+from npu_vlrl.common.atomic_files import writing
 from npu_vlrl.network.messages import Message
 from npu_vlrl.network.world import World
 from npu_vlrl.sync.buckets import Buckets

@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from npu_vlrl.build import EpisodeParts, make_setting, task_source
+from npu_vlrl.training.build import EpisodeParts, make_setting, task_source
 from npu_vlrl.config import Config, SourceConfig
 from npu_vlrl.data.source import TaskSource
 from npu_vlrl.model.load import load_model
-from npu_vlrl.processes import blaming
+from npu_vlrl.training.processes import blaming
 from npu_vlrl.types import DataError, Task
 from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
 

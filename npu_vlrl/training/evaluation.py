@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from npu_vlrl.build import Parts
+from npu_vlrl.training.build import Parts
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.report.results import TaskResult, task_result

@@ -13,7 +13,7 @@ import torch
 
 from npu_vlrl.hardware import Platform
 from npu_vlrl.hardware.base import Recorder
-from npu_vlrl.kernels.kept import Rows
+from npu_vlrl.kernels.kv_cache import Rows
 from npu_vlrl.kernels.table import op
 
 ROWS, ROOM, HEADS, KEPT_HEADS, WIDTH = 2, 128, 4, 2, 64

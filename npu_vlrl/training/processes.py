@@ -15,7 +15,7 @@ import torch
 
 from npu_vlrl import kernels
 from npu_vlrl.config import Config, ConfigError
-from npu_vlrl.disk import sha256
+from npu_vlrl.common.atomic_files import sha256
 from npu_vlrl.engines import remote
 from npu_vlrl.engines.asynchronous import AsyncEngine
 from npu_vlrl.engines.base import RoundEngine
@@ -31,9 +31,9 @@ from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.network.world import PeerError, World, join, leave, own_device, started_processes
-from npu_vlrl.sync import disk
+from npu_vlrl.sync import files as disk
 from npu_vlrl.types import DataError
-from npu_vlrl.userfile import is_spec
+from npu_vlrl.common.user_file import is_spec
 
 
 def run_engine(config: Config) -> None:

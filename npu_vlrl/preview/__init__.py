@@ -1,0 +1,1 @@
+"""Looks at what a training would read and play, before one is started."""
