@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from npu_vlrl.config import ConfigError as ConfigError
     from npu_vlrl.config import dump_config as dump_config
     from npu_vlrl.config import load_config as load_config
-    from npu_vlrl.training.evaluate import evaluate as evaluate
     from npu_vlrl.train_loop import train as train
+    from npu_vlrl.training.evaluate import evaluate as evaluate
     from npu_vlrl.types import DataError as DataError
     from npu_vlrl.types import Environment as Environment
     from npu_vlrl.types import Image as Image

@@ -13,8 +13,8 @@ from contextlib import suppress
 
 from npu_vlrl import __version__
 from npu_vlrl.commands import completion, data, doctor, estimate, evaluate, export, init, play, plot, train, view
-from npu_vlrl.config import ConfigError
 from npu_vlrl.common.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
+from npu_vlrl.config import ConfigError
 
 COMMANDS = (init, estimate, train, evaluate, view, plot, export, play, doctor, data, completion)
 
@@ -52,13 +52,13 @@ def _explained(error: Exception) -> int:
     """Tells the user about an error that the program expects and returns the exit code; raises any other one."""
     from safetensors import SafetensorError
 
-    from npu_vlrl.config.extras import EXTRAS, remedy
     from npu_vlrl.common.atomic_files import is_full, refusal
+    from npu_vlrl.config.extras import EXTRAS, remedy
     from npu_vlrl.engines.base import EngineError
     from npu_vlrl.hardware import HardwareError
-    from npu_vlrl.network.interrupt import Interrupted
     from npu_vlrl.learner.checkpoint import CheckpointError
     from npu_vlrl.learner.trainer import LearnerError
+    from npu_vlrl.network.interrupt import Interrupted
     from npu_vlrl.network.world import PeerError, leave, started_processes
     from npu_vlrl.rollout.judgements import RolloutError
     from npu_vlrl.sync.weights import SyncError

@@ -10,14 +10,14 @@ from typing import Any
 
 from npu_vlrl.cluster import check_started
 from npu_vlrl.config import Config
-from npu_vlrl.network.interrupt import CtrlC, Interrupted
 from npu_vlrl.learner.group import LearnerGroup
+from npu_vlrl.network.interrupt import CtrlC, Interrupted
 from npu_vlrl.network.world import is_engine
-from npu_vlrl.training.processes import run_engine
 from npu_vlrl.rollout.collect import Rollout
+from npu_vlrl.training.processes import run_engine
 from npu_vlrl.training.run import Run
-from npu_vlrl.types import Sample
 from npu_vlrl.training.warm_start import warm_start
+from npu_vlrl.types import Sample
 
 
 def train(config: Config) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from npu_vlrl.config import Config
 from npu_vlrl.common.registry import DATA, GAMES, GENERATORS, RULES, STARTERS, load
+from npu_vlrl.config import Config
 from npu_vlrl.workflow.tools.forms import HERMES
 
 CONFIG = Config.model_validate({"model": {"path": "tiny:qwen2_5_vl"}, "data": {"train": {"generator": "arrow"}}})

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 from pydantic.fields import FieldInfo
 
-from npu_vlrl.config import Config
 from npu_vlrl.common.fields import Section
+from npu_vlrl.config import Config
 
 TARGET = Path(__file__).parents[1] / "configuration.md"
 

@@ -14,8 +14,8 @@ from npu_vlrl.acceptance.timing import milliseconds
 from npu_vlrl.acceptance.worker import Failed, Machine, NotTried
 from npu_vlrl.engines.base import Request
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
-from npu_vlrl.kernels.kv_cache import Rows
-from npu_vlrl.kernels.graph_capture import TOLERANCE, records
+from npu_vlrl.kernels.graph_capture import TOLERANCE, can_capture
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Generation, SamplingParams
@@ -27,11 +27,11 @@ FEW, MANY, MANY_REDUCED = 4, 36, 8
 @torch.no_grad()
 def graph_capture(machine: Machine) -> dict[str, Any]:
     """Captures the attention of decoding at the shapes of each model, and replays it with other lengths."""
-    recorder = machine.platform.recorder()
-    if recorder is None:
+    capture = machine.platform.graph_capture()
+    if capture is None:
         raise NotTried("none on this platform, or its software: every step of decoding is launched anew")
     amounts, found = REDUCED if machine.reduced else FULL, {}
-    attention = kernels.op("kept_attention")
+    attention = kernels.op("decode_attention")
     for model in MODELS:
         shapes, room, rows = shapes_of(model), amounts.room, amounts.rows
         generator = torch.Generator().manual_seed(0)
@@ -40,13 +40,13 @@ def graph_capture(machine: Machine) -> dict[str, Any]:
             torch.randn(rows, room, shapes.key_heads, shapes.width, generator=generator).to(q) for _ in range(2)
         )
         lengths = torch.full((rows,), 2, dtype=torch.int32, device=machine.device)
-        cache_rows = Rows.of(lengths, [1] * rows, room, room)
+        cache_rows = CacheRows.of(lengths, [1] * rows, room, room)
         out = torch.zeros(rows, shapes.heads, shapes.width, device=machine.device, dtype=torch.bfloat16)
 
         def step(q=q, keys=keys, values=values, rows=cache_rows, out=out) -> None:  # type: ignore[no-untyped-def]
             out.copy_(attention(q, keys, values, rows, q.shape[2] ** -0.5))
 
-        replay = recorder(step)
+        replay = capture(step)
         lengths.copy_(torch.linspace(3, room, rows).int())
         replay()
         replayed = out.clone()
@@ -68,7 +68,7 @@ def decode_step(machine: Machine, model: str) -> dict[str, Any]:
     """
     policy = shallow(machine, model, torch.bfloat16)
     rows, context = (4, 64) if machine.reduced else (32, 1024)
-    captures = records(machine.platform, machine.device, torch.bfloat16)
+    captures = can_capture(machine.platform, machine.device, torch.bfloat16)
     found: dict[str, Any] = {"rows": rows, "context": context, "layers": LAYERS}
     launched, found["launched_ms"] = _decode(machine, policy, rows, context, capture=False)
     detail = f"{found['launched_ms']:.2f} ms for {rows} rows and {LAYERS} layers"
@@ -91,8 +91,8 @@ def _first_logprobs(x: Generation, y: Generation) -> list[tuple[float, float]]:
 
 def _decode(machine: Machine, policy: Policy, rows: int, context: int, capture: bool) -> tuple[list[Generation], float]:
     """Draws tokens; returns them, and milliseconds of a step."""
-    new_recorder = machine.platform.recorder if capture else lambda: None
-    engine = InProcessEngine(policy, VisionFeatures(policy, None, 0), 2**32, new_recorder)
+    new_capture = machine.platform.graph_capture if capture else lambda: None
+    engine = InProcessEngine(policy, VisionFeatures(policy, None, 0), 2**32, new_capture)
 
     def play(tokens: int) -> list[Generation]:
         requests = [

@@ -17,7 +17,7 @@ from rich.text import Text
 from npu_vlrl import kernels
 from npu_vlrl.hardware import PLATFORMS, VARIABLE, HardwareError, Platform, collective, select, software
 from npu_vlrl.kernels import parity
-from npu_vlrl.kernels.graph_capture import records
+from npu_vlrl.kernels.graph_capture import can_capture
 from npu_vlrl.report.console import printable
 
 COLLECTIVE_S = 90.0
@@ -150,17 +150,17 @@ def streams(platform: Platform) -> str:
 
 def _recording(platform: Platform) -> str:
     """Recorded work runs again at each replay, on what its tensors hold by then."""
-    recorder = platform.recorder()
-    if recorder is None:
+    capture = platform.graph_capture()
+    if capture is None:
         return "none: every step of decoding is launched anew"
-    if not records(platform, platform.device(), torch.bfloat16):
+    if not can_capture(platform, platform.device(), torch.bfloat16):
         return "not the attention: every step of decoding is launched anew"
     number = torch.zeros(1, device=platform.device())
 
     def step() -> None:
         number.mul_(2).add_(1)
 
-    replay = recorder(step)
+    replay = capture(step)
     number.fill_(3)
     replay()
     replay()

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from npu_vlrl.training import processes
 from npu_vlrl.acceptance.models import scratch, tiny_config
 from npu_vlrl.acceptance.worker import Failed, Machine, NotTried
 from npu_vlrl.config import Config
 from npu_vlrl.engines.kind import Placement
-from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.trainer import LearnerError
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.rollout.probe import Probe
+from npu_vlrl.training import processes
+from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.workflow.render import Renderer
 
 ALLOWED = {"bfloat16": 0.3, "float32": 0.05}

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_vlrl.training import processes
 from npu_vlrl.acceptance.models import samples_of, scratch, tiny_config
 from npu_vlrl.acceptance.worker import Failed, Machine
 from npu_vlrl.learner.ranks import Ranks
@@ -16,6 +15,7 @@ from npu_vlrl.network.messages import Message
 from npu_vlrl.network.world import LEARNER
 from npu_vlrl.sync.buckets import in_place
 from npu_vlrl.sync.weights import SyncError, WeightReceiver, Weights, WeightSender
+from npu_vlrl.training import processes
 
 LOSS_TOLERANCE = 1e-3
 """Nats between several learners and one, in float32."""

@@ -21,9 +21,9 @@ from npu_vlrl.algorithms.losses import LOSSES, Loss
 from npu_vlrl.algorithms.policy_loss import PolicyTerms
 from npu_vlrl.algorithms.presets import PRESETS, REMOVED
 from npu_vlrl.algorithms.selection import Selection
-from npu_vlrl.common.fields import ConfigError, Count, Positive, Section, at_home
-from npu_vlrl.types import Sample
+from npu_vlrl.common.fields import ConfigError, Count, Positive, Section, expand_home
 from npu_vlrl.common.user_file import is_spec
+from npu_vlrl.types import Sample
 
 TABLES: dict[str, Mapping[str, Component]] = {
     "advantage": ESTIMATORS,
@@ -82,7 +82,7 @@ class AlgorithmBase(Section):
     """Largest |learner - engine| log-probability allowed on the first mini-batch; more ends the run. Not set: 0.05 for
     a model in float32, 1 in bfloat16, where rounding alone makes a gap of 0.15 (benchmarks/README.md)."""
 
-    _home = at_home("advantage", "loss", "group_reward")
+    _home = expand_home("advantage", "loss", "group_reward")
 
     @field_validator("preset", mode="before")
     @classmethod

@@ -21,8 +21,8 @@ from npu_vlrl.algorithms.group_rewards import Group, GroupReward
 from npu_vlrl.algorithms.loss_tokens import Loss, LossTokens
 from npu_vlrl.algorithms.metrics import RESERVED
 from npu_vlrl.common.fields import ConfigError
-from npu_vlrl.types import MAX_REWARD, Credit, DataError
 from npu_vlrl.common.user_file import load_function
+from npu_vlrl.types import MAX_REWARD, Credit, DataError
 
 
 def load(kind: type[C], key: str, spec: str, given: Mapping[str, Any]) -> Chosen[C]:

@@ -37,8 +37,8 @@ class Selection(Options):
         return self.max_extra_groups if self.dynamic_sampling else 0
 
     def select(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples of the groups that are trained on, see `most_varied`."""
-        return most_varied(samples, self.keep_groups)
+        """The samples of the groups that are trained on, see `top_variance_groups`."""
+        return top_variance_groups(samples, self.keep_groups)
 
 
 def has_spread(samples: Sequence[Sample]) -> bool:
@@ -47,7 +47,7 @@ def has_spread(samples: Sequence[Sample]) -> bool:
     return bool(outcomes) and not equal(min(outcomes), max(outcomes))
 
 
-def most_varied(samples: Sequence[Sample], share: float) -> list[Sample]:
+def top_variance_groups(samples: Sequence[Sample], share: float) -> list[Sample]:
     """The samples of the `share` of groups whose outcomes vary most, at least one group (VAGEN's and RAGEN's filter).
 
     The order stays. Of groups with equal spread, but for rounding, the earlier ones are kept.

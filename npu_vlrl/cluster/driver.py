@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 from npu_vlrl.cluster.placed import Said
 from npu_vlrl.cluster.placement import Place, bundles, connected, reserved
-from npu_vlrl.config import Config, ConfigError, dump_config
 from npu_vlrl.common.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
+from npu_vlrl.config import Config, ConfigError, dump_config
 from npu_vlrl.hardware import VARIABLE, Platform, select
 from npu_vlrl.network.interrupt import hangup
 

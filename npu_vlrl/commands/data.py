@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from npu_vlrl.commands.options import Commands, add_config, load
-from npu_vlrl.config import ConfigError
 from npu_vlrl.common.exit_codes import BAD_INPUT, DONE
 from npu_vlrl.common.registry import DATA
 from npu_vlrl.common.registry import load as load_module
+from npu_vlrl.config import ConfigError
 
 
 def add(commands: Commands) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.model.load import replace_weights
 from npu_vlrl.network.world import is_engine, started_processes
-from npu_vlrl.training.processes import run_engine
 from npu_vlrl.report.metrics import rollout_metrics
 from npu_vlrl.report.recorded import Recorded
 from npu_vlrl.rollout.collect import Rollout, has_failed
-from npu_vlrl.training.run import Run
 from npu_vlrl.train_loop import learn
+from npu_vlrl.training.processes import run_engine
+from npu_vlrl.training.run import Run
 from npu_vlrl.training.warm_start import FOLDER
 
 

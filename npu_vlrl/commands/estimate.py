@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from npu_vlrl.commands.options import Commands, add_config, load
-from npu_vlrl.config import ConfigError
 from npu_vlrl.common.exit_codes import DONE, FAILED
+from npu_vlrl.config import ConfigError
 
 
 def add(commands: Commands) -> None:

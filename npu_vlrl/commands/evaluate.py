@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from npu_vlrl.commands.options import Commands, add_configured, load, run_placed
-from npu_vlrl.config import ConfigError
 from npu_vlrl.common.exit_codes import DONE
+from npu_vlrl.config import ConfigError
 
 
 def add(commands: Commands) -> None:

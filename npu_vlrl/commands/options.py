@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from npu_vlrl.cluster import drives
-from npu_vlrl.config import Config, load_config
 from npu_vlrl.common.exit_codes import DONE
+from npu_vlrl.config import Config, load_config
 
 Commands = Any
 """What `ArgumentParser.add_subparsers` returns; its class has no public name."""

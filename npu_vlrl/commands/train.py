@@ -7,8 +7,8 @@ from pathlib import Path
 
 from npu_vlrl.cluster import drives
 from npu_vlrl.commands.options import Commands, add_configured, load, run_placed
-from npu_vlrl.config import ConfigError, dump_config
 from npu_vlrl.common.exit_codes import DONE
+from npu_vlrl.config import ConfigError, dump_config
 
 
 def add(commands: Commands) -> None:

@@ -88,7 +88,7 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
-def let_read(file: Path) -> None:
+def set_permissions(file: Path) -> None:
     """Gives a file of safetensors, which writes for its owner alone, the rights that other files get."""
     mask = os.umask(0o077)
     os.umask(mask)

@@ -18,7 +18,7 @@ Count = Annotated[int, Field(ge=1)]
 CountOrOff = Annotated[int, Field(ge=0)]
 
 
-def at_home(*fields: str) -> Any:
+def expand_home(*fields: str) -> Any:
     """A validator of paths: `~` at their beginning is the home folder, which no shell expands after `key=`."""
     return field_validator(*fields)(lambda value: value and os.path.expanduser(value))
 

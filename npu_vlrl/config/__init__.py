@@ -1,6 +1,7 @@
 """The configuration: `schema.py` is what there is, with `training.py`; `file.py` reads and writes it."""
 
 from npu_vlrl.algorithms import AlgorithmConfig
+from npu_vlrl.common.fields import ConfigError
 from npu_vlrl.config.file import dump_config, load_config, sections
 from npu_vlrl.config.schema import (
     ColumnsConfig,
@@ -12,7 +13,6 @@ from npu_vlrl.config.schema import (
     WorkflowConfig,
 )
 from npu_vlrl.config.training import CriticConfig, OptimConfig
-from npu_vlrl.common.fields import ConfigError
 
 __all__ = [
     "AlgorithmConfig",

@@ -16,10 +16,10 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from npu_vlrl.common.fields import ConfigError, Section
 from npu_vlrl.config.named import find
 from npu_vlrl.config.schema import Config
 from npu_vlrl.config.yaml_text import read_yaml, write_yaml
-from npu_vlrl.common.fields import ConfigError, Section
 
 OPTIONS_OF = ("name", "rule")
 """Keys that name the owner of the `options` beside them: `environment.name`, `workflow.name`, `reward.rule`, a term's

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from npu_vlrl.algorithms import AlgorithmConfig
-from npu_vlrl.config.training import CriticConfig, OptimConfig, TrainConfig, WarmStartConfig
-from npu_vlrl.common.fields import Count, CountOrOff, Earned, NonNegative, Positive, Section, Share, at_home
+from npu_vlrl.common.fields import Count, CountOrOff, Earned, NonNegative, Positive, Section, Share, expand_home
 from npu_vlrl.common.registry import GENERATORS
+from npu_vlrl.config.training import CriticConfig, OptimConfig, TrainConfig, WarmStartConfig
 from npu_vlrl.types import MAX_REWARD
 
 
@@ -37,7 +37,7 @@ class RunConfig(Section):
     sinks: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = ()
     """Where metrics, pictures and the configuration go besides the run folder; see docs/live.md."""
 
-    _home = at_home("dir")
+    _home = expand_home("dir")
 
 
 class LoraConfig(Section):
@@ -67,7 +67,7 @@ class ModelConfig(Section):
     max_pixels: Count | None = None
     """Images with more pixels are made smaller; null takes the number of the model folder."""
 
-    _home = at_home("path")
+    _home = expand_home("path")
 
 
 class ColumnsConfig(Section):
@@ -95,7 +95,7 @@ class SourceConfig(Section):
     max_skip_share: Share = 0.1
     """Share of unusable records (counted and reported) above which the run ends."""
 
-    _home = at_home("path")
+    _home = expand_home("path")
 
     @field_validator("generator")
     @classmethod
@@ -173,7 +173,7 @@ class WorkflowConfig(Section):
     context_tokens: Annotated[int, Field(ge=2)] = 4096
     """Tokens of a whole episode, images included."""
 
-    _home = at_home("name")
+    _home = expand_home("name")
 
     @field_validator("tools")
     @classmethod
@@ -208,7 +208,7 @@ class EnvironmentConfig(Section):
     explain: bool = True
     """Tells rules, actions and format at the start; a warm start can teach them instead."""
 
-    _home = at_home("name")
+    _home = expand_home("name")
 
     @property
     def is_judged(self) -> bool:
@@ -236,7 +236,7 @@ class RewardConfig(Section):
     failed_reward: Earned = 0.0
     """Reward of an answer whose judge failed or was killed."""
 
-    _home = at_home("rule")
+    _home = expand_home("rule")
 
 
 class RolloutConfig(Section):

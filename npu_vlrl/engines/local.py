@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from npu_vlrl.engines.base import EngineCounts, Outcome, Request, RoundEngine
-from npu_vlrl.sync.buckets import Holder
+from npu_vlrl.sync.buckets import WeightTarget
 
 OWN = "the engine of this process"
 """Its name in messages."""
@@ -24,7 +24,7 @@ class LocalEngine(RoundEngine):
         """See `play`."""
 
     @abstractmethod
-    def holder(self) -> Holder:
+    def holder(self) -> WeightTarget:
         """How weights of another process come into this engine; `weights_changed` is told afterwards."""
 
     def probe(self, requests: Sequence[Request]) -> dict[str, list[Outcome]]:

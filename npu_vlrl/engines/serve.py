@@ -26,7 +26,7 @@ from npu_vlrl.sync.weights import SyncError, WeightReceiver, Weights
 Handlers = Mapping[type[Message], Callable[[Any], None]]
 """What to do with a message of each kind."""
 
-Duties = Callable[[World, LocalEngine], Handlers]
+HandlerFactory = Callable[[World, LocalEngine], Handlers]
 """What an engine process does beside rounds, once the learner knows that it is ready."""
 
 
@@ -50,7 +50,7 @@ def _by(receiver: WeightReceiver, engine: LocalEngine) -> Handlers:
     return {Weights: weights}
 
 
-def serve(world: World, load: Callable[[Path], tuple[LocalEngine, Duties]]) -> None:
+def serve(world: World, load: Callable[[Path], tuple[LocalEngine, HandlerFactory]]) -> None:
     """`load` makes the engine, once the learner says where a `tiny:` model is.
 
     Raises PeerError when the learner is gone. Any other error is told to the learner, and raised when that has ended:

@@ -8,10 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from npu_vlrl.common.registry import STARTERS, load
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.estimate.report import Device, estimate, named_device
 from npu_vlrl.hardware import PLATFORMS, Platform, select
-from npu_vlrl.common.registry import STARTERS, load
 from npu_vlrl.tasks.starting import Values
 
 LARGEST_FIRST = ("Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen2.5-VL-3B-Instruct")

@@ -12,12 +12,12 @@ import torch
 from npu_vlrl import __version__
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.export.card import Source, run_card
-from npu_vlrl.report.fingerprints import Inputs
 from npu_vlrl.learner.checkpoint import STATE, complete, latest
 from npu_vlrl.learner.state import load_policy
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.report.absolute_paths import rooted
+from npu_vlrl.report.fingerprints import Inputs
 from npu_vlrl.report.lines import read_lines
 
 MARK = "npu_vlrl_export.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from npu_vlrl.hardware.base import HardwareError, Memory, Platform, Recorder
+from npu_vlrl.hardware.base import GraphCapture, HardwareError, Memory, Platform
 
 SEGMENTS = "expandable_segments"
 """The allocator's setting: memory that grows where it stands."""
@@ -100,7 +100,7 @@ class Accelerator(Platform):
         """All of them: torch takes the default for each that is left out."""
         self.api().memory._set_allocator_settings(settings)
 
-    def recorder(self) -> Recorder | None:
+    def graph_capture(self) -> GraphCapture | None:
         api = self.api()
         pool = api.graph_pool_handle()
 

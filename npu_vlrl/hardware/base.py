@@ -56,7 +56,7 @@ class Setting:
         return not (self.unless and self.unless in os.environ)
 
 
-Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+GraphCapture = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs work, records it, and returns what replays it at once."""
 
 
@@ -130,11 +130,11 @@ class Platform(ABC):
         """
         yield from ()
 
-    def recorder(self) -> Recorder | None:
+    def graph_capture(self) -> GraphCapture | None:
         """A new one for the current device; None where nothing can be recorded, and everything is run anew.
 
         The work must not wait for the device, must read and write the same tensors each time, and is run more than once
-        to be recorded. Replays of what one recorder recorded must not overlap: they share memory.
+        to be recorded. Replays of what one object captured must not overlap: they share memory.
         """
         return None
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from npu_vlrl.hardware.accelerator import SEGMENTS, Accelerator
-from npu_vlrl.hardware.base import HardwareError, Memory, Peak, Recorder, Setting
+from npu_vlrl.hardware.base import GraphCapture, HardwareError, Memory, Peak, Setting
 
 LIBRARIES = ("libascendcl.so", "libhccl.so")
 """Of CANN: the runtime and the collectives. torch_npu links both."""
@@ -173,13 +173,13 @@ class NpuPlatform(Accelerator):
         with self.api().device(index):
             return super().memory(index)
 
-    def recorder(self) -> Recorder | None:
+    def graph_capture(self) -> GraphCapture | None:
         """None where this CANN records nothing, or the queue of launches forbids it. It is not even tried without the
         function: torch_npu 2.10 would ask for it in every allocation afterwards.
         """
         if os.environ.get("TASK_QUEUE_ENABLE") == "2" or not hasattr(ctypes.CDLL(LIBRARIES[0]), CAPTURE):
             return None
-        record = super().recorder()
+        record = super().graph_capture()
         assert record is not None
         tried = torch.zeros(1, device=self.device(self.api().current_device()))
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from npu_vlrl.kernels.kv_cache import Kept
-from npu_vlrl.kernels.tensor_cache import OncePerTensor
+from npu_vlrl.kernels.kv_cache import KVCache
 from npu_vlrl.kernels.table import op
+from npu_vlrl.kernels.tensor_cache import OncePerTensor
 from npu_vlrl.kernels.tree import Tree
 
 ATTENTION_NAME = "npu_vlrl_flash"
@@ -52,7 +52,7 @@ def attention_forward(
     cu_seq_lens_q: Tensor | Sequence[int] | None = None,
     cu_seq_lens_k: Tensor | Sequence[int] | None = None,
     tree: Tree | None = None,
-    kept: Kept | None = None,
+    kept: KVCache | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     **_: Any,
@@ -72,7 +72,7 @@ def attention_forward(
         return op("tree_attention")(query_BHTD[0], key_BKSD[0], value_BKSD[0], tree, scale)[None], None
     if kept is not None:
         keys, values = kept.write(module.layer_idx, key_BKSD[0], value_BKSD[0])  # type: ignore[arg-type]
-        return op("kept_attention")(query_BHTD[0], keys, values, kept.rows, scale)[None], None
+        return op("decode_attention")(query_BHTD[0], keys, values, kept.rows, scale)[None], None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if query_BHTD.shape[0] != 1:
             raise ValueError(f"packed sequences come as a batch of 1, got a batch of {query_BHTD.shape[0]}")

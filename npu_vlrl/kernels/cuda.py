@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from npu_vlrl.kernels import reference, triton_layers, triton_logprob
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.kernels.reference import Linear
 from npu_vlrl.kernels.table import op, register
 from npu_vlrl.kernels.tree import Tree
@@ -104,11 +104,11 @@ def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scal
     return varlen_attention(q_HTD, k_KSD, v_KSD, tree.bounds, tree.path_bounds, True, scale)
 
 
-@register("kept_attention", "cuda")
-def kept_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Rows, scale: float) -> Tensor:
-    """As `reference.kept_attention`: the kernel reads of each row no more than its length."""
+@register("decode_attention", "cuda")
+def decode_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: CacheRows, scale: float) -> Tensor:
+    """As `reference.decode_attention`: the kernel reads of each row no more than its length."""
     if not _flash_takes(q_HTD):
-        return reference.kept_attention(q_HTD, keys_BLKD, values_BLKD, rows, scale)
+        return reference.decode_attention(q_HTD, keys_BLKD, values_BLKD, rows, scale)
     most = max(b - a for a, b in zip(rows.cu_q, rows.cu_q[1:], strict=False))
     found = torch.ops.aten._flash_attention_forward(
         q_HTD.transpose(0, 1),

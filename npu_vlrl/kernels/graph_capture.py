@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 
 from npu_vlrl.hardware import Platform
-from npu_vlrl.hardware.base import Recorder
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.hardware.base import GraphCapture
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.kernels.table import op
 
 ROWS, ROOM, HEADS, KEPT_HEADS, WIDTH = 2, 128, 4, 2, 64
@@ -23,13 +23,13 @@ TOLERANCE = 0.02
 
 
 @lru_cache
-def records(platform: Platform, device: torch.device, dtype: torch.dtype) -> bool:
+def can_capture(platform: Platform, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the platform records, and the selected attention is replayed rightly. Says so once where it is not."""
-    recorder = platform.recorder()
-    if recorder is None:
+    capture = platform.graph_capture()
+    if capture is None:
         return False
     try:
-        gap = _gap(recorder, device, dtype)
+        gap = _gap(capture, device, dtype)
         problem = None if gap <= TOLERANCE else f"a replay of it is {gap:.1e} off"
     except RuntimeError as error:
         problem = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -43,7 +43,7 @@ def records(platform: Platform, device: torch.device, dtype: torch.dtype) -> boo
 
 
 @torch.no_grad()
-def _gap(recorder: Recorder, device: torch.device, dtype: torch.dtype) -> float:
+def _gap(capture: GraphCapture, device: torch.device, dtype: torch.dtype) -> float:
     """The largest difference; not a number where there is one."""
     generator = torch.Generator().manual_seed(0)
 
@@ -56,14 +56,14 @@ def _gap(recorder: Recorder, device: torch.device, dtype: torch.dtype) -> float:
         random(ROWS, ROOM, KEPT_HEADS, WIDTH),
     )
     lengths = torch.tensor([2, 3], dtype=torch.int32, device=device)
-    rows = Rows.of(lengths, [1] * ROWS, ROOM, ROOM)
-    attention = op("kept_attention")
+    rows = CacheRows.of(lengths, [1] * ROWS, ROOM, ROOM)
+    attention = op("decode_attention")
     found = torch.zeros(ROWS, HEADS, WIDTH, device=device, dtype=dtype)
 
     def step() -> None:
         found.copy_(attention(q, keys, values, rows, WIDTH**-0.5))
 
-    replay = recorder(step)
+    replay = capture(step)
     lengths.copy_(torch.tensor([3, 100], dtype=torch.int32))
     replay()
     return (found - attention(q, keys, values, rows, WIDTH**-0.5)).abs().max().item()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
+class CacheRows:
     """How the tokens of one forward pass, packed one after the other, continue B rows of kept tokens.
 
     Nothing in here waits for the device, so a pass can be captured: what changes from pass to pass is `lengths_B`.
@@ -30,7 +30,9 @@ class Rows:
     """`lengths_B`, on the host; empty where the host does not know them, as between steps of decoding."""
 
     @classmethod
-    def of(cls, lengths_B: Tensor, news: Sequence[int], room: int, longest: int, lengths: Sequence[int] = ()) -> Rows:
+    def of(
+        cls, lengths_B: Tensor, news: Sequence[int], room: int, longest: int, lengths: Sequence[int] = ()
+    ) -> CacheRows:
         """`news`: how many new tokens each row has, one at least; `room`: for how many tokens a row has places."""
         assert len(news) == len(lengths_B) and min(news) > 0 and longest <= room
         cu_q = [0]
@@ -52,13 +54,13 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KVCache:
     """The keys and values of all layers, and the rows of one forward pass among them."""
 
     keys: Sequence[Tensor]
     """For each layer [B, room, K, D]; the pass writes those of its tokens into it."""
     values: Sequence[Tensor]
-    rows: Rows
+    rows: CacheRows
     slots_T: Tensor
     """`rows.slots()`, computed once for all layers."""
 

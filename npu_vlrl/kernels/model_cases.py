@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.kernels.parity import Case
 from npu_vlrl.kernels.table import Implementation
 from npu_vlrl.kernels.tree import Tree
@@ -97,7 +97,7 @@ def _decoding(shapes: Shapes, amounts: Amounts) -> tuple[Case, ...]:
     step, more = [1] * amounts.rows, [1 + 4 * (row % 3) for row in range(amounts.rows)]
     return tuple(
         Case(
-            "kept_attention",
+            "decode_attention",
             ((shapes.heads, sum(news), shapes.width), *cache),
             lambda run, q, keys, values, news=news: _kept(run, q.detach(), keys.detach(), values.detach(), news),
         )
@@ -109,7 +109,7 @@ def _kept(run: Implementation, q: Tensor, keys: Tensor, values: Tensor, news: li
     """Rows of very different lengths, the shortest of which has its new tokens alone."""
     rows, room = keys.shape[:2]
     lengths = torch.linspace(max(news), room, rows).int()
-    of = Rows.of(lengths.to(q.device), news, room, room, lengths.tolist())
+    of = CacheRows.of(lengths.to(q.device), news, room, room, lengths.tolist())
     return run(q, keys, values, of, q.shape[2] ** -0.5)
 
 

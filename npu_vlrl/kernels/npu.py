@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npu_vlrl.kernels import mindspeed, reference, triton_logprob
-from npu_vlrl.kernels.kv_cache import Rows
-from npu_vlrl.kernels.tensor_cache import OncePerTensor
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.kernels.table import register
+from npu_vlrl.kernels.tensor_cache import OncePerTensor
 from npu_vlrl.kernels.tree import MOST_SEQUENCES, Tree
 from npu_vlrl.kernels.tree_parts import tree_attention as by_parts
 
@@ -133,9 +133,9 @@ def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: 
     return _fused(q_BHTD, k_BKSD, v_BKSD, heads, "BNSD", **options).transpose(1, 2)
 
 
-@register("kept_attention", "npu")
-def kept_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Rows, scale: float) -> Tensor:
-    """As `reference.kept_attention`, without a copy of what is kept. 16 bits: the attention made for inference, which
+@register("decode_attention", "npu")
+def decode_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: CacheRows, scale: float) -> Tensor:
+    """As `reference.decode_attention`, without a copy of what is kept. 16 bits: the attention made for inference, which
     takes no float32. Float32, and several queries whose lengths or places do not suit it: the one made for training.
     """
     half = q_HTD.dtype in (torch.float16, torch.bfloat16)
@@ -143,28 +143,28 @@ def kept_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: 
         return (_decoded if half else _decoded_in_float32)(q_HTD, keys_BLKD, values_BLKD, rows, scale)
     if half and keys_BLKD.shape[1] % BLOCK == 0 and 0 < len(rows.lengths) <= MOST_INFERRED:
         return _continued(q_HTD, keys_BLKD, values_BLKD, rows, scale)
-    return reference.kept_attention(q_HTD, keys_BLKD, values_BLKD, rows, scale, masked_attention)
+    return reference.decode_attention(q_HTD, keys_BLKD, values_BLKD, rows, scale, masked_attention)
 
 
-def _decoded(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Rows, scale: float) -> Tensor:
+def _decoded(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: CacheRows, scale: float) -> Tensor:
     """One query a row (BSND). The mask is on the device, so that a record of the step sees lengths that change."""
     q_BTHD = q_HTD.transpose(0, 1)[:, None].contiguous()
     options: dict[str, Any] = {"atten_mask": _beyond(keys_BLKD, rows), "actual_seq_lengths_kv": [rows.longest]}
     return _inferred(q_BTHD, keys_BLKD, values_BLKD, keys_BLKD.shape[2], scale, input_layout="BSND", **options)[:, 0]
 
 
-def _decoded_in_float32(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Rows, scale: float) -> Tensor:
+def _decoded_in_float32(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: CacheRows, scale: float) -> Tensor:
     options = {"scale": scale, "atten_mask": _beyond(keys_BLKD, rows), "sparse_mode": SEE_MASK}
     return _fused(q_HTD.transpose(0, 1)[:, None], keys_BLKD, values_BLKD, len(q_HTD), "BSND", **options)[:, 0]
 
 
-def _beyond(keys_BLKD: Tensor, rows: Rows) -> Tensor:
+def _beyond(keys_BLKD: Tensor, rows: CacheRows) -> Tensor:
     """[B, 1, 1, L]: the places beyond each row's length. True hides."""
     places = torch.arange(keys_BLKD.shape[1], device=keys_BLKD.device)
     return (places >= rows.lengths_B[:, None])[:, None, None]
 
 
-def _continued(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Rows, scale: float) -> Tensor:
+def _continued(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: CacheRows, scale: float) -> Tensor:
     """Packed queries (TND) over the rows' places, seen as blocks of a cache: nothing is padded, no mask is made."""
     n_rows, room, key_heads, _ = keys_BLKD.shape
     keys, values = (kept.view(n_rows * room // BLOCK, BLOCK, -1) for kept in (keys_BLKD, values_BLKD))
@@ -257,7 +257,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 @register("rotary", "npu")
 def rotary(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """As `reference.rotary`. Rows are joined to one: the operator takes fewer than 1000, but any length."""
+    """As `reference.rotary`. CacheRows are joined to one: the operator takes fewer than 1000, but any length."""
     reference.check_rotary(x_BTHD, cos_BTD, sin_BTD)
     wide = torch.promote_types(x_BTHD.dtype, cos_BTD.dtype)  # the operator wants one dtype
     cos, sin = (x.to(wide).expand(len(x_BTHD), -1, -1).flatten(0, 1)[None, :, None] for x in (cos_BTD, sin_BTD))

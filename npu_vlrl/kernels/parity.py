@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.kernels.table import Implementation, op, reference_of
 from npu_vlrl.kernels.tree import Tree
 
@@ -117,7 +117,7 @@ def _masked(run: Implementation, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _kept(run: Implementation, q: Tensor, keys: Tensor, values: Tensor, news: list[int]) -> Tensor:
     """Rows of 2, 7 and 5 tokens, the last `news` of each new."""
     lengths, room = [2, 7, 5], keys.shape[1]
-    rows = Rows.of(torch.tensor(lengths, dtype=torch.int32, device=q.device), news, room, max(lengths), lengths)
+    rows = CacheRows.of(torch.tensor(lengths, dtype=torch.int32, device=q.device), news, room, max(lengths), lengths)
     return run(q.detach(), keys.detach(), values.detach(), rows, 0.25)
 
 
@@ -161,9 +161,9 @@ CASES = (
     Case("varlen_attention", _PACKED, _varlen([0, 6, 12], False)),
     Case("tree_attention", _PACKED, lambda run, q, k, v: run(q, k, v, _TREE, 0.25)),
     Case("masked_attention", ((2, 4, 3, 16), (2, 2, 7, 16), (2, 2, 7, 16)), _masked),
-    Case("kept_attention", ((4, 3, 16), *_KEPT), lambda run, q, k, v: _kept(run, q, k, v, [1, 1, 1])),
-    Case("kept_attention", ((4, 6, 16), *_KEPT), lambda run, q, k, v: _kept(run, q, k, v, [1, 3, 2])),
-    Case("kept_attention", ((4, 6, 16), *_KEPT_IN_BLOCKS), lambda run, q, k, v: _kept(run, q, k, v, [1, 3, 2])),
+    Case("decode_attention", ((4, 3, 16), *_KEPT), lambda run, q, k, v: _kept(run, q, k, v, [1, 1, 1])),
+    Case("decode_attention", ((4, 6, 16), *_KEPT), lambda run, q, k, v: _kept(run, q, k, v, [1, 3, 2])),
+    Case("decode_attention", ((4, 6, 16), *_KEPT_IN_BLOCKS), lambda run, q, k, v: _kept(run, q, k, v, [1, 3, 2])),
     Case("rms_norm", ((5, 32), (32,)), lambda run, x, weight: run(x, weight, 1e-6)),
     Case("rotary", ((2, 5, 4, 16),), lambda run, x: _rotary(run, x, x.dtype)),
     Case("rotary", ((1, 5, 4, 80),), lambda run, x: _rotary(run, x, torch.float32)),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.kernels.table import op, register
 from npu_vlrl.kernels.tree import Tree
 
@@ -133,12 +133,12 @@ def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: 
     return output.transpose(1, 2)
 
 
-@register("kept_attention")
-def kept_attention(
+@register("decode_attention")
+def decode_attention(
     q_HTD: Tensor,
     keys_BLKD: Tensor,
     values_BLKD: Tensor,
-    rows: Rows,
+    rows: CacheRows,
     scale: float,
     masked: Callable[..., Tensor] = masked_attention,
 ) -> Tensor:

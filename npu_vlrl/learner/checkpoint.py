@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from npu_vlrl.common.atomic_files import let_read, sha256, write_text, writing
+from npu_vlrl.common.atomic_files import set_permissions, sha256, write_text, writing
 from npu_vlrl.learner.ranks import Ranks
 
 Content = TypeVar("Content")
@@ -70,7 +70,7 @@ def save(folder: Path, checkpoint: Checkpoint[dict[str, Tensor]], keep: int, ran
     """
     ranks = ranks or Ranks()
     final = folder / f"step-{checkpoint.step:08d}"
-    if ranks.first_says(final in complete(folder)):
+    if ranks.broadcast_flag(final in complete(folder)):
         return final
     partial = folder / f".{final.name}.partial"
     if ranks.rank == 0:
@@ -106,7 +106,7 @@ def _write(partial: Path, checkpoint: Checkpoint[dict[str, Tensor]], ranks: Rank
             file = partial / (f"{name}.{ranks.rank}.safetensors" if rows else f"{name}.safetensors")
             with writing(file):
                 save_file(held, file, {ROWS: json.dumps(rows)} if rows else None)
-                let_read(file)
+                set_permissions(file)
                 _flush(file)
                 sums[file.name] = sha256(file)
     return sums

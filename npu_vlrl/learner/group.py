@@ -20,7 +20,7 @@ import torch
 
 from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.engines.messages import WeightsChanged
-from npu_vlrl.engines.serve import Duties, Handlers
+from npu_vlrl.engines.serve import HandlerFactory, Handlers
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.messages import (
     BeginLearning,
@@ -220,7 +220,7 @@ class _Follower:
             raise PeerError(self._channel.peer, "gave up in the middle of an update")
 
 
-def follow(new: Callable[[], Learner], platform: Platform) -> Duties:
+def follow(new: Callable[[], Learner], platform: Platform) -> HandlerFactory:
     """Those of a process that learns, and may sample, see `rollout.serve`; `new` makes its learner."""
 
     def duties(world: World, engine: LocalEngine) -> Handlers:

@@ -35,7 +35,7 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
-    def have_the_same(self, samples: Sequence[Sample]) -> bool:
+    def same_samples(self, samples: Sequence[Sample]) -> bool:
         """Whether every rank was given these samples, with these advantages."""
         return self.size == 1 or self.agree(_number(samples))
 
@@ -54,7 +54,7 @@ class Ranks:
         """Returns when all ranks are here."""
         self.sum(torch.zeros(1))
 
-    def first_says(self, yes: bool) -> bool:
+    def broadcast_flag(self, yes: bool) -> bool:
         """What the first rank knows, on all of them."""
         return bool(self.sum(torch.tensor([float(yes and self.rank == 0)])))
 

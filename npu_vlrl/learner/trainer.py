@@ -372,7 +372,7 @@ class Learner:
         return torch.stack([values.float() for values in found])
 
     def _check_ranks(self, samples: Sequence[Sample]) -> None:
-        if not self.ranks.have_the_same(samples):
+        if not self.ranks.same_samples(samples):
             raise LearnerError(
                 f"rank {self.ranks.rank} of {self.ranks.size} was given other samples or advantages than another rank; "
                 "play the episodes once, and give all ranks the same samples"

@@ -11,7 +11,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from npu_vlrl.common.atomic_files import let_read, writing
+from npu_vlrl.common.atomic_files import set_permissions, writing
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.saving import save_model, save_tokenizer, split_processor, write_pixel_limits
 
@@ -65,7 +65,7 @@ def _write(loaded: LoadedModel, partial: Path, files: Mapping[str, str], adapter
     for name, text in files.items():
         (partial / name).write_text(text, encoding="utf-8")
     for file in partial.glob("*.safetensors"):
-        let_read(file)
+        set_permissions(file)
 
 
 @torch.no_grad()

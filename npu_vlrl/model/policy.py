@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from npu_vlrl.kernels.kv_cache import Kept
+from npu_vlrl.kernels.kv_cache import KVCache
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.families import FAMILIES, Family
 from npu_vlrl.model.positions import rotary_positions
@@ -95,13 +95,13 @@ class Policy:
         return self._forward(token_ids_T, positions_3T, features, tree=tree)
 
     def hidden_continued(
-        self, token_ids_T: Tensor, positions_3T: Tensor, kept: Kept, features: Sequence[Tensor]
+        self, token_ids_T: Tensor, positions_3T: Tensor, kept: KVCache, features: Sequence[Tensor]
     ) -> Tensor:
         """Hidden states [T, hidden] of packed tokens that continue rows of kept keys and values, which grow by them."""
         return self._forward(token_ids_T, positions_3T, features, kept=kept)
 
     def _forward(
-        self, token_ids_T: Tensor, positions_3T: Tensor, features: Sequence[Tensor], **packing: Tree | Kept
+        self, token_ids_T: Tensor, positions_3T: Tensor, features: Sequence[Tensor], **packing: Tree | KVCache
     ) -> Tensor:
         embeds_TH = self.base.get_input_embeddings()(token_ids_T)
         extra: dict[str, Any] = dict(packing)

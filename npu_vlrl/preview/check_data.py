@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from npu_vlrl.training.build import EpisodeParts, make_setting, task_source
 from npu_vlrl.config import Config, SourceConfig
 from npu_vlrl.data.source import TaskSource
 from npu_vlrl.model.load import load_model
-from npu_vlrl.training.processes import blaming
+from npu_vlrl.training.build import EpisodeParts, make_setting, task_source
+from npu_vlrl.training.processes import config_errors
 from npu_vlrl.types import DataError, Task
 from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
 
@@ -97,7 +97,7 @@ def check(config: Config, limit: int | None = None) -> Iterator[Found]:
         runner = cleanup.enter_context(asyncio.Runner())
         setting = make_setting(config, cleanup)
         scratch = Path(cleanup.enter_context(TemporaryDirectory()))
-        with blaming("model"):
+        with config_errors("model"):
             loaded = load_model(config.model, scratch, config.train.seed, torch.device("meta"))
             parts = EpisodeParts.of(setting, loaded)
         workflow = VisionMultiTurnAgenticWorkflow(config.workflow, parts.renderer, parts.new_environment, parts.schemas)
@@ -106,7 +106,7 @@ def check(config: Config, limit: int | None = None) -> Iterator[Found]:
             if source is not None:
                 found = Found(f"{key} ({source.path or source.generator})", source.max_skip_share)
                 lenient = source.model_copy(update={"max_skip_share": 1.0})  # all faults are wanted
-                with blaming("data"):
+                with config_errors("data"):
                     tasks = task_source(lenient, config, config.train.seed, setting.check_gold)
                 judged = config.reward.rule == "benchmark" and config.environment.is_judged
                 runner.run(_look(_tasks(tasks, source, limit, found), workflow, judged, found))

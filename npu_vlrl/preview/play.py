@@ -18,7 +18,6 @@ import numpy as np
 import PIL.Image
 from yaml import YAMLError
 
-from npu_vlrl.training.build import make_setting, task_source
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.config.yaml_text import read_yaml
 from npu_vlrl.data.processor import ImageProcessor
@@ -26,6 +25,7 @@ from npu_vlrl.model.families import family_of_path
 from npu_vlrl.model.load import load_processor, model_folder
 from npu_vlrl.report.console import printable
 from npu_vlrl.report.verdicts import labelled_terms
+from npu_vlrl.training.build import make_setting, task_source
 from npu_vlrl.types import (
     Environment,
     EpisodeStatus,

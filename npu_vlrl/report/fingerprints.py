@@ -25,8 +25,8 @@ from typing import Any
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
-from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.common.atomic_files import sha256, write_text
+from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.learner.checkpoint import steps_done
 from npu_vlrl.model.inspect import model_files
 from npu_vlrl.model.load import model_folder

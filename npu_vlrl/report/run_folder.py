@@ -15,8 +15,8 @@ from typing import Any
 
 from PIL import Image as PillowImage
 
-from npu_vlrl.config import Config, ConfigError, dump_config, load_config
 from npu_vlrl.common.atomic_files import unwritable, write_text, write_whole, writing
+from npu_vlrl.config import Config, ConfigError, dump_config, load_config
 from npu_vlrl.report.lines import read_lines
 from npu_vlrl.report.token_values import TokenValues
 from npu_vlrl.report.verdicts import verdict_record

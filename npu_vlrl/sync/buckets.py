@@ -94,7 +94,7 @@ class OwnBuckets(Buckets):
         return list(views.values()), [self._parameters[name].detach() for name in views]
 
 
-class KeptBuckets(Buckets):
+class StagedBuckets(Buckets):
     """Of weights that others hold: all buckets are kept until the commit, and handed over then."""
 
     def __init__(
@@ -115,7 +115,7 @@ class KeptBuckets(Buckets):
 
 
 @dataclass(frozen=True)
-class Holder:
+class WeightTarget:
     """What an engine holds, and how it takes new weights."""
 
     facts: tuple[Fact, ...]
@@ -124,19 +124,19 @@ class Holder:
     """Takes the memory for an update."""
 
 
-def in_place(parameters: Mapping[str, Tensor]) -> Holder:
+def in_place(parameters: Mapping[str, Tensor]) -> WeightTarget:
     """Of an engine whose parameters are tensors of this process."""
     facts = tuple(Fact.of(name, tensor) for name, tensor in parameters.items())
-    return Holder(facts, lambda plan: OwnBuckets(plan, parameters))
+    return WeightTarget(facts, lambda plan: OwnBuckets(plan, parameters))
 
 
 def handed_over(
     facts: Sequence[Fact], room: Callable[[int], Tensor], take: Callable[[Plan, Sequence[Tensor]], None]
-) -> Holder:
+) -> WeightTarget:
     """Of an engine whose weights are elsewhere. `room` makes memory, uint8 [bytes], where the collective can write, and
     `take` copies from it, before it returns.
     """
-    return Holder(tuple(facts), lambda plan: KeptBuckets(plan, room, take))
+    return WeightTarget(tuple(facts), lambda plan: StagedBuckets(plan, room, take))
 
 
 def send_all(buckets: OwnBuckets, group: dist.ProcessGroup | None) -> list[int]:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from npu_vlrl.network.channel import PeerError
 from npu_vlrl.network.messages import Message
 from npu_vlrl.network.world import LEARNER, World
-from npu_vlrl.sync.buckets import Buckets, Holder, OwnBuckets, receive_all, send_all
+from npu_vlrl.sync.buckets import Buckets, OwnBuckets, WeightTarget, receive_all, send_all
 from npu_vlrl.sync.plan import Fact, Plan, distinct, make_plan
 from npu_vlrl.sync.transfer import TransferTimeout, guarded
 
@@ -203,7 +203,7 @@ class WeightSender:
 class WeightReceiver:
     """An engine's side."""
 
-    def __init__(self, world: World, holder: Holder) -> None:
+    def __init__(self, world: World, holder: WeightTarget) -> None:
         """Tells the learner which parameters this engine has."""
         self.world = world
         self.version: int | None = None

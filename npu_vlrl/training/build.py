@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from npu_vlrl.common.registry import GENERATORS
+from npu_vlrl.common.registry import load as load_named
 from npu_vlrl.config import Config, ConfigError, SourceConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.data.source import TaskSource
@@ -23,9 +25,15 @@ from npu_vlrl.model.inspect import inspect_folder
 from npu_vlrl.model.load import LoadedModel, model_folder
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.network.world import World, started_processes
-from npu_vlrl.training.processes import blaming, join_engines, learning_ranks, load, new_engine, new_learner, prepare
-from npu_vlrl.common.registry import GENERATORS
-from npu_vlrl.common.registry import load as load_named
+from npu_vlrl.training.processes import (
+    config_errors,
+    join_engines,
+    learning_ranks,
+    load,
+    new_engine,
+    new_learner,
+    prepare,
+)
 from npu_vlrl.types import Environment, Task
 from npu_vlrl.workflow.base import Sampling, Workflow
 from npu_vlrl.workflow.environments import environments
@@ -92,24 +100,24 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
         )
     check_asynchronous(config)
     rollout, evaluation = config.rollout, config.evaluation
-    with blaming("workflow"):
+    with config_errors("workflow"):
         new_workflow = workflow_maker(config.workflow)
     setting = make_setting(config, cleanup)
     check_setting(config, setting)
-    with blaming("data"):
+    with config_errors("data"):
         train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
         if draws:
             train_tasks.try_first()  # not after a model is loaded, and an evaluation played
         eval_tasks, eval_skipped = evaluation_tasks(config, setting.check_gold)
     world = join_engines(config, platform, cleanup) if started_processes() > 1 else None
     ranks = learning_ranks(world)
-    with blaming("model"):
+    with config_errors("model"):
         if world is not None:
             model_folder(config.model.path, run_dir / "model", config.train.seed)  # engines may read it now
             remote.begin(world, run_dir / "model")
         loaded, vision = load(config, run_dir / "model", platform)
         episodes = EpisodeParts.of(setting, loaded)
-    with blaming("workflow"):
+    with config_errors("workflow"):
         workflow = new_workflow(episodes.renderer, episodes.new_environment, episodes.schemas)
     engine = new_engine(config, platform, world, loaded, vision, run_dir, cleanup)
     return Parts(
@@ -213,10 +221,10 @@ def make_setting(config: Config, cleanup: ExitStack) -> Setting:
     """Worker processes that it starts end with `cleanup`. Raises ConfigError for what cannot be made."""
     if config.environment.is_judged:
         return _visual_qa(config, cleanup)
-    with blaming("environment"):
+    with config_errors("environment"):
         made = environments(config.environment)
     if made.is_game:
-        with blaming("data"):
+        with config_errors("data"):
             config.check_seeds(True)
     return Setting(
         lambda _, opened, form: made.new(opened),
@@ -228,10 +236,10 @@ def make_setting(config: Config, cleanup: ExitStack) -> Setting:
 
 def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
     reward, workflow = config.reward, config.workflow
-    with blaming("reward"):
+    with config_errors("reward"):
         judge = make_judge(reward.rule, reward.options, reward.workers, reward.deadline_s, reward.memory_mib)
     cleanup.callback(judge.close)
-    with blaming("workflow.tools"):
+    with config_errors("workflow.tools"):
         limits = workflow.tool_workers, workflow.tool_deadline_s, workflow.tool_memory_mib
         toolbox = Toolbox(workflow.tools, *limits)
     cleanup.callback(toolbox.close)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from npu_vlrl.cluster import check_started
 from npu_vlrl.config import Config, ConfigError
-from npu_vlrl.training.evaluation import Evaluation
 from npu_vlrl.hardware import software
 from npu_vlrl.network.interrupt import Interrupted
 from npu_vlrl.network.world import is_engine
-from npu_vlrl.training.processes import run_engine
 from npu_vlrl.report import evaluated, tables
 from npu_vlrl.report.lines import read_lines
+from npu_vlrl.training.evaluation import Evaluation
+from npu_vlrl.training.processes import run_engine
 from npu_vlrl.training.run import Run
 
 

@@ -8,13 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from npu_vlrl.training.build import Parts
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.report.results import TaskResult, task_result
 from npu_vlrl.report.run_folder import trajectory_record
 from npu_vlrl.rollout.collect import play
 from npu_vlrl.rollout.judgements import Judgements
+from npu_vlrl.training.build import Parts
 from npu_vlrl.types import Task, Trajectory
 
 BATCH = 256

@@ -14,14 +14,15 @@ from typing import NoReturn
 import torch
 
 from npu_vlrl import kernels
-from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.common.atomic_files import sha256
+from npu_vlrl.common.user_file import is_spec
+from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.engines import remote
 from npu_vlrl.engines.asynchronous import AsyncEngine
 from npu_vlrl.engines.base import RoundEngine
 from npu_vlrl.engines.kind import Placement, engine_kind
 from npu_vlrl.engines.local import LocalEngine
-from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer, weights_from_disk
+from npu_vlrl.engines.serve import HandlerFactory, serve, weights_by_transfer, weights_from_disk
 from npu_vlrl.hardware import Platform, select
 from npu_vlrl.learner.group import follow
 from npu_vlrl.learner.ranks import Ranks
@@ -33,7 +34,6 @@ from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.network.world import PeerError, World, join, leave, own_device, started_processes
 from npu_vlrl.sync import files as disk
 from npu_vlrl.types import DataError
-from npu_vlrl.common.user_file import is_spec
 
 
 def run_engine(config: Config) -> None:
@@ -71,12 +71,12 @@ def _engine(config: Config) -> None:
 
     with ExitStack() as cleanup:
 
-        def learning(scratch: Path) -> tuple[LocalEngine, Duties]:
+        def learning(scratch: Path) -> tuple[LocalEngine, HandlerFactory]:
             loaded, vision = load(config, own_folder(scratch), platform)
             learn = partial(new_learner, config, platform, ranks, loaded.policy, vision)
             return engine_of_learner(config, platform, world, loaded, vision, cleanup), follow(learn, platform)
 
-        def sampling(scratch: Path) -> tuple[LocalEngine, Duties]:
+        def sampling(scratch: Path) -> tuple[LocalEngine, HandlerFactory]:
             folder, vision = own_folder(scratch), None
             if engine_kind(config.rollout.engine).has_own_weights:
                 loaded = load_model(config.model, folder, config.train.seed, torch.device("meta"))
@@ -88,7 +88,7 @@ def _engine(config: Config) -> None:
         world.close()
 
 
-def receiver(config: Config) -> Duties:
+def receiver(config: Config) -> HandlerFactory:
     """How an engine process gets its weights."""
     return weights_from_disk if config.sync.through == "disk" else weights_by_transfer
 
@@ -205,7 +205,7 @@ def local_engine(
 ) -> LocalEngine:
     """The engine of this process; it ends with `cleanup`. See `EngineKind.new`. Raises ConfigError."""
     name = config.rollout.engine
-    with blaming(f"rollout.engine={name}"):
+    with config_errors(f"rollout.engine={name}"):
         return engine_kind(name).new(config, platform, device_number(config), loaded, vision, placement, cleanup)
 
 
@@ -236,7 +236,7 @@ def join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> Worl
 
 
 @contextmanager
-def blaming(key: str) -> Iterator[None]:
+def config_errors(key: str) -> Iterator[None]:
     """What a part refuses to be made of is the fault of the configuration's `key`; a DataError names its culprit."""
     try:
         yield

@@ -10,13 +10,9 @@ from typing import Any
 
 from npu_vlrl.algorithms import GroupRewards
 from npu_vlrl.algorithms.selection import has_spread
-from npu_vlrl.training.build import Parts, build, new_learners
 from npu_vlrl.config import Config, ConfigError
-from npu_vlrl.training.evaluation import Evaluation
 from npu_vlrl.export.run import export_end
-from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.hardware import software
-from npu_vlrl.report.fingerprints import Inputs
 from npu_vlrl.learner.checkpoint import CheckpointError, has_checksums, latest, steps_done
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.schedule import rate_jump
@@ -25,6 +21,7 @@ from npu_vlrl.report.absolute_paths import rooted
 from npu_vlrl.report.console import ConsoleReport
 from npu_vlrl.report.counters import Counters
 from npu_vlrl.report.evaluated import means_by_source
+from npu_vlrl.report.fingerprints import Inputs
 from npu_vlrl.report.metrics import rollout_metrics, throughput
 from npu_vlrl.report.run_folder import RunFolder
 from npu_vlrl.report.sinks import Opening, Sinks, check_installed
@@ -34,6 +31,9 @@ from npu_vlrl.rollout.collect import Rollout, collect
 from npu_vlrl.rollout.probe import Probe
 from npu_vlrl.rollout.schedule import Schedule
 from npu_vlrl.rollout.stream import Episodes, InTurn, Stream
+from npu_vlrl.training.build import Parts, build, new_learners
+from npu_vlrl.training.evaluation import Evaluation
+from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.types import Sample, Trajectory
 from npu_vlrl.workflow.export import export, outcome
 from npu_vlrl.workflow.rewards import lowest_reward

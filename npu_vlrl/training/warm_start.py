@@ -7,12 +7,12 @@ import random
 import time
 from collections.abc import Callable, Iterable
 
-from npu_vlrl.training.build import task_source
+from npu_vlrl.common.registry import GENERATORS, load
 from npu_vlrl.data.source import TaskSource
 from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.load import replace_weights
-from npu_vlrl.common.registry import GENERATORS, load
 from npu_vlrl.rollout.demonstrations import ScriptedSession, played
+from npu_vlrl.training.build import task_source
 from npu_vlrl.training.run import Run
 from npu_vlrl.types import DataError, Sample, Task, Trajectory
 from npu_vlrl.workflow.base import Sampling

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from npu_vlrl.config import load_config
-from npu_vlrl.hardware import CpuPlatform, Memory
 from npu_vlrl.estimate.init_config import LARGEST_FIRST, TASKS
+from npu_vlrl.hardware import CpuPlatform, Memory
 from tests.support.program import Outcome, program, records
 
 CONFIGS = Path(__file__).parents[2] / "configs"

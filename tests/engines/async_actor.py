@@ -19,7 +19,7 @@ from npu_vlrl.engines import remote
 from npu_vlrl.engines.asynchronous import AsyncEngine
 from npu_vlrl.engines.base import EngineError, Outcome, Request
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
-from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer
+from npu_vlrl.engines.serve import HandlerFactory, serve, weights_by_transfer
 from npu_vlrl.hardware import select
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.network.world import PeerError, World, join
@@ -149,7 +149,7 @@ def lead(world: World, folder: Path) -> None:
 
 
 def follow(world: World) -> None:
-    def start(scratch: Path) -> tuple[InProcessEngine, Duties]:
+    def start(scratch: Path) -> tuple[InProcessEngine, HandlerFactory]:
         loaded = load(scratch)
         made = WaitsToBeInterrupted(loaded.policy, VisionFeatures(loaded.policy, loaded.processor, 2**26))
         made.rank = world.rank

@@ -20,7 +20,7 @@ import torch
 from npu_vlrl.engines import remote
 from npu_vlrl.engines.base import EngineError, Outcome, Request
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
-from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer
+from npu_vlrl.engines.serve import HandlerFactory, serve, weights_by_transfer
 from npu_vlrl.hardware import select
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.network.world import PeerError, World, join
@@ -137,7 +137,7 @@ def out_of_memory(*_: Any) -> Any:
 
 
 def engine(world: World, scenario: str) -> None:
-    def start(scratch: Path) -> tuple[InProcessEngine, Duties]:
+    def start(scratch: Path) -> tuple[InProcessEngine, HandlerFactory]:
         if scenario == "load":
             raise OSError("the disk is full")
         loaded = load(scratch, freeze_vision=True)

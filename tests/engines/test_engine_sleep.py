@@ -12,9 +12,9 @@ from npu_vlrl.engines import remote
 from npu_vlrl.engines.base import Outcome, Request
 from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.engines.messages import WeightsChanged
-from npu_vlrl.engines.serve import Duties, serve
+from npu_vlrl.engines.serve import HandlerFactory, serve
 from npu_vlrl.network.channel import Channel, Peer
-from npu_vlrl.sync.buckets import Holder
+from npu_vlrl.sync.buckets import WeightTarget
 from tests.support.sockets import connected
 
 
@@ -35,7 +35,7 @@ class Sleeper(LocalEngine):
     def sample(self, requests: Sequence[Request]) -> list[Outcome]:
         return []
 
-    def holder(self) -> Holder:
+    def holder(self) -> WeightTarget:
         raise AssertionError("nothing is sent to who learns")
 
 
@@ -49,7 +49,7 @@ def test_all_sleep_after_a_rollout() -> None:
         limits = {"timeout_s": 5.0, "start_timeout_s": 5.0}
         return SimpleNamespace(size=2, engines=[1], channel=lambda rank: channel, close=channel.close, **limits)
 
-    def load(scratch: Path) -> tuple[LocalEngine, Duties]:
+    def load(scratch: Path) -> tuple[LocalEngine, HandlerFactory]:
         changed = {WeightsChanged: lambda message: there.weights_changed(message.version)}
         return there, lambda world, engine: changed
 

@@ -15,7 +15,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from npu_vlrl.training import processes
 from npu_vlrl.config import load_config
 from npu_vlrl.engines.kind import Placement
 from npu_vlrl.engines.vllm import engine as vllm
@@ -24,6 +23,7 @@ from npu_vlrl.engines.vllm.worker import WeightTaker
 from npu_vlrl.hardware import PLATFORMS, Memory
 from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.network.world import own_device
+from npu_vlrl.training import processes
 from tests.support.models import load, tiny_folder
 
 
@@ -144,7 +144,7 @@ def test_workers_see_the_devices_of_their_engine(recorded: None, monkeypatch: py
         visible_devices_variable="SHOWN",
         physical_id=lambda number: f"card{number}",
         device=lambda number: torch.device("cpu", number),
-        recorder=lambda: None,
+        graph_capture=lambda: None,
         memory=lambda number: Memory(free=2**30, total=2**36),
     )
     with ExitStack() as cleanup:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from npu_vlrl import kernels
 from npu_vlrl.kernels import cuda, reference
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.kernels.table import reference_of
 from npu_vlrl.kernels.tree import Tree
 from tests.support.trees import grown
@@ -56,7 +56,7 @@ def compare(name: str, inputs: Sequence[Tensor], *rest: object) -> float:
 
 def test_attention_is_fused() -> None:
     active = kernels.active()
-    assert {active[name] for name in ("varlen_attention", "tree_attention", "kept_attention")} == {"cuda"}
+    assert {active[name] for name in ("varlen_attention", "tree_attention", "decode_attention")} == {"cuda"}
 
 
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
@@ -114,10 +114,10 @@ def test_kept(news: list[int], dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     q = torch.randn(16, sum(news), 128, generator=generator, device="cuda", dtype=dtype)
     keys, values = (torch.randn(5, 300, 2, 128, generator=generator, device="cuda", dtype=dtype) for _ in range(2))
-    rows = Rows.of(lengths, news, 300, 300)
-    found = kernels.op("kept_attention")(q, keys, values, rows, 0.1)
-    wanted = reference.kept_attention(q.float(), keys.float(), values.float(), rows, 0.1)
+    rows = CacheRows.of(lengths, news, 300, 300)
+    found = kernels.op("decode_attention")(q, keys, values, rows, 0.1)
+    wanted = reference.decode_attention(q.float(), keys.float(), values.float(), rows, 0.1)
     assert gap(found, wanted) < PRECISION.get(dtype, 1e-5)
     for row, length in enumerate(lengths.tolist()):
         keys[row, length:], values[row, length:] = 1e4, 1e4
-    assert torch.equal(kernels.op("kept_attention")(q, keys, values, rows, 0.1), found)
+    assert torch.equal(kernels.op("decode_attention")(q, keys, values, rows, 0.1), found)

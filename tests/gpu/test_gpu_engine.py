@@ -37,7 +37,7 @@ def staged(kind: str, dtype: str = "float32", record: bool = True) -> Stage:
     folder = tiny_folder(kind)
     stage = Stage(load_model(ModelConfig(path=str(folder), dtype=dtype), folder, 0, torch.device("cuda", 0)))
     if record:
-        stage.engine = InProcessEngine(stage.policy, stage.vision, new_recorder=CudaPlatform().recorder)
+        stage.engine = InProcessEngine(stage.policy, stage.vision, new_capture=CudaPlatform().graph_capture)
     return stage
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from npu_vlrl.training.build import check_asynchronous
 from npu_vlrl.config import Config, ConfigError, load_config
-from npu_vlrl.network.interrupt import SAME_S, CtrlC
 from npu_vlrl.learner.checkpoint import latest
+from npu_vlrl.network.interrupt import SAME_S, CtrlC
+from npu_vlrl.training.build import check_asynchronous
 from tests.support.program import program
 from tests.support.ranks import PATIENCE_S, Process, finish, fork, log, said
 from tests.support.runs import lines, write_config

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from npu_vlrl.training import evaluation
 from npu_vlrl.config import ConfigError
-from npu_vlrl.training.evaluate import evaluate
-from npu_vlrl.training.evaluation import Evaluation
 from npu_vlrl.tasks.benchmark.convert import convert
 from npu_vlrl.train_loop import train
+from npu_vlrl.training import evaluation
+from npu_vlrl.training.evaluate import evaluate
+from npu_vlrl.training.evaluation import Evaluation
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from tests.support.program import parquet, png, row
 from tests.support.runs import lines, small_config

@@ -11,8 +11,8 @@ from torch import Tensor
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.training.run import Run
 from npu_vlrl.train_loop import train
+from npu_vlrl.training.run import Run
 from tests.support.learning import Probe, distance, load, make_learner, plain_model, samples_of, tiny_folder
 from tests.support.runs import lines, small_config
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from npu_vlrl.engines.base import Outcome, Request
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.engines.local import OWN
-from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.trainer import LearnerError
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.rollout.probe import DRAWS, NEW_TOKENS, Probe
+from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.types import Generation
 from npu_vlrl.workflow.render import Renderer
 from tests.integration.test_asynchronous import command

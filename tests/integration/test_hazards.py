@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from npu_vlrl.config import load_config
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.rollout.collect import Rollout
-from npu_vlrl.training.run import Run
 from npu_vlrl.train_loop import train
+from npu_vlrl.training.run import Run
 from npu_vlrl.types import Image, Verdict
 from npu_vlrl.workflow.export import export
 from tests.support.program import SMALL, config_file, parquet, program, records, row

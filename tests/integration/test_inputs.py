@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.export.run import export_run
-from npu_vlrl.report.fingerprints import Inputs, code_files, differences
 from npu_vlrl.model.inspect import READ_AS_JSON, TOKENIZER, VOCABULARY, model_files
 from npu_vlrl.model.weight_files import INDEX, SINGLE
 from npu_vlrl.report.absolute_paths import rooted
+from npu_vlrl.report.fingerprints import Inputs, code_files, differences
 from npu_vlrl.train_loop import train
 from tests.support.learning import tiny_folder
 from tests.support.runs import REWARD, metrics, small_config

@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from transformers import Qwen2Tokenizer
 
 from npu_vlrl.config import Config, ConfigError
-from npu_vlrl.training.evaluation import Evaluation
-from npu_vlrl.network.interrupt import CtrlC, Interrupted
 from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import CheckpointError, latest
 from npu_vlrl.learner.trainer import Learner
+from npu_vlrl.network.interrupt import CtrlC, Interrupted
 from npu_vlrl.train_loop import train
+from npu_vlrl.training.evaluation import Evaluation
 from tests.support.checkpoints import as_of_old, seal
 from tests.support.learning import plain_model
 from tests.support.ranks import PATIENCE_S

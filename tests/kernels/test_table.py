@@ -16,7 +16,7 @@ OPS = (
     "add_at",
     "add_product",
     "gated_mlp",
-    "kept_attention",
+    "decode_attention",
     "logprob_entropy",
     "masked_attention",
     "patch_embed",

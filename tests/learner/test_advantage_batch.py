@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from npu_vlrl.algorithms.advantages.batch import AdvantageBatch
-from npu_vlrl.algorithms.selection import most_varied
+from npu_vlrl.algorithms.selection import top_variance_groups
 from npu_vlrl.config import AlgorithmConfig
 from npu_vlrl.types import Sample, Scores, Segment, SegmentKind, SpecialTokens, StopReason
 from tests.support.learning import assign_advantages
@@ -136,11 +136,11 @@ def test_the_groups_that_vary_most_are_kept() -> None:
         ]
 
     samples = [*group("a", 0, 0), *group("b", 0, 2), *group("c", 0, 1), *group("d", 1, 0)]
-    assert {s.group for s in most_varied(samples, 0.25)} == {"b"}
-    assert [s.id for s in most_varied(samples, 0.5)] == ["b/0", "b/1", "c/0", "c/1"]
-    assert {s.group for s in most_varied(samples, 0.51)} == {"b", "c", "d"}
-    assert most_varied(samples, 1.0) == samples
-    assert {s.group for s in most_varied(samples, 0.01)} == {"b"}
+    assert {s.group for s in top_variance_groups(samples, 0.25)} == {"b"}
+    assert [s.id for s in top_variance_groups(samples, 0.5)] == ["b/0", "b/1", "c/0", "c/1"]
+    assert {s.group for s in top_variance_groups(samples, 0.51)} == {"b", "c", "d"}
+    assert top_variance_groups(samples, 1.0) == samples
+    assert {s.group for s in top_variance_groups(samples, 0.01)} == {"b"}
 
 
 def test_rounding_is_no_spread() -> None:
@@ -150,8 +150,8 @@ def test_rounding_is_no_spread() -> None:
         replace(OTHER, id=f"{group}/{i}", group=group, episode=f"{group}/{i}", outcome=value)
         for i, (group, value) in enumerate(rows)
     ]
-    assert {s.group for s in most_varied(samples, 0.3)} == {"b"}
-    assert {s.group for s in most_varied(samples, 0.6)} == {"b", "c"}
+    assert {s.group for s in top_variance_groups(samples, 0.3)} == {"b"}
+    assert {s.group for s in top_variance_groups(samples, 0.6)} == {"b", "c"}
 
 
 def test_samples_of_an_episode_stand_together() -> None:

@@ -326,7 +326,7 @@ def test_alone_nothing_is_said() -> None:
     ranks = Ranks()
     values = torch.tensor([1.0, math.nan])
     assert ranks.size == 1 and ranks.rank == 0 and ranks.sum(values) is values and ranks.gather(values) == [values]
-    assert ranks.have_the_same([]) and ranks.gather_metrics([]) == []
+    assert ranks.same_samples([]) and ranks.gather_metrics([]) == []
     parameter = nn.Parameter(torch.zeros(2))
     ranks.sum_gradients(torch.optim.SGD([parameter], lr=1.0))
     assert parameter.grad is None

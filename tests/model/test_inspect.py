@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from npu_vlrl.preview import check_data
-from npu_vlrl.training.build import build
 from npu_vlrl.config import Config, ConfigError, ModelConfig
 from npu_vlrl.estimate.outline import outline_of
 from npu_vlrl.export.foreign import convert
 from npu_vlrl.model.inspect import inspect_folder
 from npu_vlrl.model.load import load_tokenizer, load_weights, model_folder
+from npu_vlrl.preview import check_data
+from npu_vlrl.training.build import build
 from tests.support.models import load, tiny_folder
 
 Spoil = Callable[[Path], Any]

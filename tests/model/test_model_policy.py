@@ -9,7 +9,7 @@ import torch
 
 from npu_vlrl.config import LoraConfig
 from npu_vlrl.engines.inprocess.kv_cache import KeyValues
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.vision import VisionFeatures
@@ -85,7 +85,7 @@ def test_continued_in_pieces_of_unequal_length(kind: str) -> None:
 def step(kv: KeyValues, parts: list[Prompt], starts: list[int], ends: list[int]) -> list[torch.Tensor]:
     """Feeds the first rows their ids from start to end; returns the hidden states of each."""
     news = [end - start for start, end in zip(starts, ends, strict=True)]
-    rows = Rows.of(torch.tensor(ends, dtype=torch.int32), news, kv.room, max(ends))
+    rows = CacheRows.of(torch.tensor(ends, dtype=torch.int32), news, kv.room, max(ends))
     hidden = parts[0].policy.hidden_continued(
         torch.tensor([i for part, a, b in zip(parts, starts, ends, strict=True) for i in part.ids[a:b]]),
         torch.cat([part.positions[:, a:b] for part, a, b in zip(parts, starts, ends, strict=True)], 1),
@@ -97,9 +97,9 @@ def step(kv: KeyValues, parts: list[Prompt], starts: list[int], ends: list[int])
 
 def test_the_places_of_new_tokens_by_hand() -> None:
     """Rows with room for 10: one has 7 tokens, 3 of them new, the other 4, 2 of them new."""
-    rows = Rows.of(torch.tensor([7, 4], dtype=torch.int32), [3, 2], 10, 7)
+    rows = CacheRows.of(torch.tensor([7, 4], dtype=torch.int32), [3, 2], 10, 7)
     assert rows.slots().tolist() == [4, 5, 6, 12, 13] and rows.cu_q == (0, 3, 5)
-    alone = Rows.of(torch.tensor([7, 4], dtype=torch.int32), [1, 1], 10, 7)
+    alone = CacheRows.of(torch.tensor([7, 4], dtype=torch.int32), [1, 1], 10, 7)
     assert alone.slots().tolist() == [6, 13]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npu_vlrl.training.build import build
 from npu_vlrl.config import load_config
+from npu_vlrl.training.build import build
 from npu_vlrl.types import Image, Message, Task
 from npu_vlrl.workflow.environments.visual_qa import VisualQA
 from tests.support.learning import tiny_folder

@@ -12,11 +12,11 @@ import torch
 
 from npu_vlrl import kernels
 from npu_vlrl.hardware import HardwareError, select
-from npu_vlrl.hardware.base import Recorder
+from npu_vlrl.hardware.base import GraphCapture
 from npu_vlrl.hardware.npu import NpuPlatform
-from npu_vlrl.kernels.graph_capture import records
+from npu_vlrl.kernels.graph_capture import can_capture
 from tests.host_cann import environment
-from tests.support.records import failing, frozen, right
+from tests.support.captures import failing, frozen, right
 
 ROOT = Path(__file__).parents[2]
 
@@ -161,10 +161,10 @@ def test_what_is_shared_is_not_of_segments_that_grow() -> None:
     """The real allocator takes both settings."""
     code = (
         "import torch; from npu_vlrl.hardware import select; p = select(); p.set_device(0)\n"
-        "from npu_vlrl.engines.vllm.buckets import shared_room\n"
+        "from npu_vlrl.engines.vllm.buckets import shared_bucket\n"
         "told, tell = [], torch.npu.memory._set_allocator_settings\n"
         "torch.npu.memory._set_allocator_settings = lambda text: (told.append(text), tell(text))\n"
-        "print(len(shared_room(64, p.device())), *told)\n"
+        "print(len(shared_bucket(64, p.device())), *told)\n"
         "print(*p._sleep_problems())"
     )
     variables = {**environment(), "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
@@ -225,26 +225,26 @@ def test_versions(npu: NpuPlatform) -> None:
 
 def test_nothing_is_recorded_where_cann_cannot(npu: NpuPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in has no graphs: every step is launched anew, and the device works on after the attempt."""
-    assert npu.recorder() is None
+    assert npu.graph_capture() is None
     assert (torch.arange(4, device=npu.device()) * 2).sum().item() == 12
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     monkeypatch.setattr(NpuPlatform, "api", lambda _: pytest.fail("asked, although this queue forbids graphs"))
-    assert npu.recorder() is None
+    assert npu.graph_capture() is None
 
 
-@pytest.mark.parametrize(("recorder", "used"), [(right, True), (frozen, False), (failing, False)])
+@pytest.mark.parametrize(("capture", "used"), [(right, True), (frozen, False), (failing, False)])
 def test_the_attention_of_decoding_is_tried_before_it_is_recorded(
-    npu: NpuPlatform, recorder: Recorder, used: bool, monkeypatch: pytest.MonkeyPatch
+    npu: NpuPlatform, capture: GraphCapture, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What op-plugin says of its fused attention and graphs differs between versions. The operator is the real one."""
-    monkeypatch.setattr(npu, "recorder", lambda: recorder)
+    monkeypatch.setattr(npu, "graph_capture", lambda: capture)
     called: list[str] = []
     name = "npu_fused_infer_attention_score"
     fused = getattr(torch.ops.npu, name)
     monkeypatch.setattr(torch.ops.npu, name, lambda *a, **k: called.append("it") or fused(*a, **k))
     kernels.use("npu")
     try:
-        assert records(npu, npu.device(), torch.bfloat16) is used
+        assert can_capture(npu, npu.device(), torch.bfloat16) is used
     finally:
         kernels.use("reference")
-    assert called or recorder is failing
+    assert called or capture is failing

@@ -21,7 +21,7 @@ from npu_vlrl import kernels
 from npu_vlrl.config import LoraConfig, ModelConfig
 from npu_vlrl.engines.inprocess.kv_cache import KeyValues
 from npu_vlrl.kernels import npu
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.positions import rotary_positions
@@ -249,7 +249,7 @@ def test_decoding_with_kept_keys(kind: str) -> None:
         for cut in (2, 1, 0):
             news = [length - cut if cut == 2 else 1 for length in batch.lengths]
             lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=DEVICE) - cut
-            rows = Rows.of(lengths, news, kv.room, max(batch.lengths) - cut)
+            rows = CacheRows.of(lengths, news, kv.room, max(batch.lengths) - cut)
             ids: list[int] = []
             places = []
             for segment, length, new in zip(batch.segments, batch.lengths, news, strict=True):

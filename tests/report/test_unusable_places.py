@@ -12,8 +12,8 @@ import pytest
 from safetensors import SafetensorError
 
 from npu_vlrl.cli import main
-from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.common.atomic_files import refusal, writing
+from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.report.run_folder import RunFolder
 
 NOBODY = 65534

@@ -16,7 +16,7 @@ import torch
 
 from npu_vlrl.config import ModelConfig
 from npu_vlrl.engines import remote
-from npu_vlrl.engines.serve import Duties, serve, weights_by_transfer
+from npu_vlrl.engines.serve import HandlerFactory, serve, weights_by_transfer
 from npu_vlrl.engines.vllm.engine import VllmEngine, import_vllm
 from npu_vlrl.hardware import select
 from npu_vlrl.model.load import load_model
@@ -92,7 +92,7 @@ def engine(world: World, workers: int) -> None:
     vllm = import_vllm()
     with ExitStack() as cleanup, patch.object(vllm, "LLM", without_mode(vllm.LLM)):
 
-        def start(folder: Path) -> tuple[VllmEngine, Duties]:
+        def start(folder: Path) -> tuple[VllmEngine, HandlerFactory]:
             outline = load_model(ModelConfig(path=str(folder)), folder, 0, torch.device("meta"))
             assert all(p.device.type == "meta" for p in outline.policy.model.parameters())
             made = VllmEngine(

@@ -15,11 +15,11 @@ import torch
 from npu_vlrl.config import AlgorithmConfig, OptimConfig
 from npu_vlrl.engines.base import Request
 from npu_vlrl.engines.vllm.engine import LOGPROBS
-from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.learner.gap import LearnerError
 from npu_vlrl.learner.group import LearnerGroup
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.rollout.probe import Probe
+from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.types import Generation, Sample, SamplingParams, StopReason
 from tests import host_cann
 from tests.support.models import KINDS, is_vision, plain_model

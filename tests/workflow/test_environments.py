@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.common.registry import GAMES
+from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.types import EpisodeStatus, Task
 from npu_vlrl.workflow.environments import environments
 from tests.support import corridor

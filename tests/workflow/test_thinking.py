@@ -12,8 +12,8 @@ from npu_vlrl.config import ConfigError, EnvironmentConfig
 from npu_vlrl.rollout.demonstrations import played
 from npu_vlrl.tasks.geo3k import reward as geometry3k
 from npu_vlrl.tasks.turned import script
-from npu_vlrl.types import EpisodeStatus, Image, SegmentKind, StopReason, Task, Trajectory, Verdict
 from npu_vlrl.training.warm_start import demonstrated_samples
+from npu_vlrl.types import EpisodeStatus, Image, SegmentKind, StopReason, Task, Trajectory, Verdict
 from npu_vlrl.workflow.environments import GameEnvironment
 from npu_vlrl.workflow.export import export
 from npu_vlrl.workflow.render import Renderer

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from npu_vlrl.engines.inprocess.kv_cache import KeyValues
 from npu_vlrl.engines.inprocess.sampling import Filters, draw, processed_logprobs, uniforms
-from npu_vlrl.hardware.base import Recorder
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.hardware.base import GraphCapture
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import SamplingParams
 
@@ -27,11 +27,11 @@ class Batch:
     The rows in use come first. A row that no longer runs is computed but does not change.
     """
 
-    def __init__(self, policy: Policy, rows: int, room: int, new_tokens: int, recorder: Recorder | None) -> None:
-        """Without a `recorder` each step is run anew."""
+    def __init__(self, policy: Policy, rows: int, room: int, new_tokens: int, capture: GraphCapture | None) -> None:
+        """Without a `capture` each step is run anew."""
         self.policy = policy
-        self.recorder = recorder
-        rows = _size(rows) if recorder else rows
+        self.capture = capture
+        rows = _size(rows) if capture else rows
         self.rows, self.room, self.new_tokens = rows, room, new_tokens
         self.kv = KeyValues(policy, rows, room)
 
@@ -56,7 +56,7 @@ class Batch:
         self.ids_BN = zeros(rows, new_tokens + 1)
         self.logprobs_BN = zeros(rows, new_tokens + 1, dtype=torch.float32)
         self._ends = torch.tensor(policy.special.end_of_turn, device=policy.device)
-        self._alone = Rows.of(self.lengths_B, [1] * rows, room, room)
+        self._alone = CacheRows.of(self.lengths_B, [1] * rows, room, room)
         self._filtered = (False, False)
         self._recorded: dict[tuple[int, bool, bool], Callable[[], None]] = {}
 
@@ -85,7 +85,7 @@ class Batch:
 
     def step(self, count: int, longest: int) -> None:
         """Computes the last token of the first `count` rows, which then have up to `longest`, and draws the next."""
-        if self.recorder is None:
+        if self.capture is None:
             self._step(count, longest)
             return
         size = _size(count)
@@ -94,14 +94,14 @@ class Batch:
             # while nothing runs, a step changes nothing that is looked at: recording may repeat it
             running = self.running_B.clone()
             self.running_B.zero_()
-            self._recorded[key] = self.recorder(lambda: self._step(size, self.room))
+            self._recorded[key] = self.capture(lambda: self._step(size, self.room))
             self.running_B.copy_(running)
         self._recorded[key]()
 
     def _step(self, count: int, longest: int) -> None:
         lengths_B = self.lengths_B[:count] + 1
         starts = self._alone.starts_q[: count + 1], self._alone.starts_k[: count + 1]
-        rows = Rows(lengths_B, *starts, self._alone.cu_q[: count + 1], longest)
+        rows = CacheRows(lengths_B, *starts, self._alone.cu_q[: count + 1], longest)
         hidden_BH = self.policy.hidden_continued(
             self.tokens_B[:count], self.positions_B[:count].expand(3, -1), self.kv.kept(rows), ()
         )

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from npu_vlrl.engines.base import EngineCounts, Outcome, Request
 from npu_vlrl.engines.inprocess.decode_batch import Batch
-from npu_vlrl.engines.inprocess.kv_cache import KeyValues, RowCache
+from npu_vlrl.engines.inprocess.kv_cache import CachedTurn, KeyValues
 from npu_vlrl.engines.local import LocalEngine
-from npu_vlrl.hardware.base import Recorder
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.hardware.base import GraphCapture
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.sync.buckets import Holder, in_place
+from npu_vlrl.sync.buckets import WeightTarget, in_place
 from npu_vlrl.types import Generation, ImageInput, StopReason
 
 PREFILL_TOKENS = 16384
@@ -40,7 +40,7 @@ class _Turn:
     """A request while it is worked on."""
 
     request: Request
-    cached: RowCache | None
+    cached: CachedTurn | None
     """What the session's turn before left behind, if this one continues it."""
     outcome: Outcome | None = None
     next_position: int = 0
@@ -71,18 +71,18 @@ class InProcessEngine(LocalEngine):
         policy: Policy,
         vision: VisionFeatures,
         cache_bytes: int = 2**34,
-        new_recorder: Callable[[], Recorder | None] = lambda: None,
+        new_capture: Callable[[], GraphCapture | None] = lambda: None,
     ) -> None:
         """`cache_bytes` bounds the keys and values of the rows that are decoded, and again those that are kept between
-        turns: what finds no room waits, or is computed again. `new_recorder`: see `hardware.Platform.recorder`.
+        turns: what finds no room waits, or is computed again. `new_capture`: see `hardware.Platform.graph_capture`.
         """
         super().__init__()
         self.policy = policy
         self.vision = vision
         self.cache_bytes = cache_bytes
-        self.new_recorder = new_recorder
+        self.new_capture = new_capture
         self._batch: Batch | None = None
-        self._caches: dict[int, RowCache] = {}
+        self._caches: dict[int, CachedTurn] = {}
         """By session."""
 
     def weights_changed(self, version: int) -> dict[str, float]:
@@ -102,7 +102,7 @@ class InProcessEngine(LocalEngine):
         with self.vision.uncounted():
             return super().sample_probe(requests)
 
-    def holder(self) -> Holder:
+    def holder(self) -> WeightTarget:
         return in_place(dict(self.policy.model.named_parameters()))
 
     def counted(self) -> EngineCounts:
@@ -119,7 +119,7 @@ class InProcessEngine(LocalEngine):
                 turn.outcome = turn.outcome or error
         return [turn.outcome for turn in turns if turn.outcome is not None]
 
-    def _usable_cache(self, request: Request) -> RowCache | None:
+    def _usable_cache(self, request: Request) -> CachedTurn | None:
         cached = self._caches.get(request.session)
         if cached is None:
             return None
@@ -169,7 +169,7 @@ class InProcessEngine(LocalEngine):
             if most_rows * most_room * KeyValues.bytes_per_token(self.policy) <= self.cache_bytes:
                 rows, room = most_rows, most_room
         self._batch = known = None  # frees the memory first
-        self._batch = Batch(self.policy, rows, -(-room // 128) * 128, new_tokens, self.new_recorder())
+        self._batch = Batch(self.policy, rows, -(-room // 128) * 128, new_tokens, self.new_capture())
         return self._batch
 
     # --- prefill ---
@@ -214,7 +214,7 @@ class InProcessEngine(LocalEngine):
                 batch.kv.load(row, turn.cached)
         lengths = [turn.n_context for turn in turns]
         lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
-        rows = Rows.of(lengths_B, list(map(len, ids)), batch.room, max(lengths), lengths)
+        rows = CacheRows.of(lengths_B, list(map(len, ids)), batch.room, max(lengths), lengths)
         hidden_TH = self.policy.hidden_continued(
             torch.from_numpy(np.concatenate(ids)).to(device),
             torch.from_numpy(np.concatenate(positions, 1)).to(device),
@@ -233,7 +233,7 @@ class InProcessEngine(LocalEngine):
                 self._finish(batch, rows, range(len(rows)), interrupted=True)
                 return
             left = max(turn.request.sampling.max_new_tokens for turn in rows) - done
-            for _ in range(min(UNSEEN_STEPS, left) if batch.recorder else 1):
+            for _ in range(min(UNSEEN_STEPS, left) if batch.capture else 1):
                 batch.step(len(rows), min(batch.room, max(turn.n_context for turn in rows) + done))
                 done += 1
 

@@ -9,7 +9,7 @@ from npu_vlrl.config import Config
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.engines.kind import EngineKind, Placement
 from npu_vlrl.hardware import Platform
-from npu_vlrl.kernels.graph_capture import records
+from npu_vlrl.kernels.graph_capture import can_capture
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.vision import VisionFeatures
 
@@ -36,9 +36,9 @@ class InProcess(EngineKind):
     ) -> InProcessEngine:
         assert vision is not None
         policy = loaded.policy
-        record = config.rollout.graphs and records(platform, policy.device, policy.dtype)
-        new_recorder = platform.recorder if record else lambda: None
-        return InProcessEngine(policy, vision, config.rollout.cache_mib * 2**20, new_recorder)
+        record = config.rollout.graphs and can_capture(platform, policy.device, policy.dtype)
+        new_capture = platform.graph_capture if record else lambda: None
+        return InProcessEngine(policy, vision, config.rollout.cache_mib * 2**20, new_capture)
 
 
 KIND = InProcess()

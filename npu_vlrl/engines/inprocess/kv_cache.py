@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from npu_vlrl.kernels.kv_cache import Kept, Rows
+from npu_vlrl.kernels.kv_cache import CacheRows, KVCache
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import ImageInput
 
 
 @dataclass(frozen=True)
-class RowCache:
+class CachedTurn:
     """What a finished turn leaves behind."""
 
     token_ids: tuple[int, ...]
@@ -44,16 +44,16 @@ class KeyValues:
         layers, heads, width = policy.kv_shape
         return 2 * layers * heads * width * policy.head_weight.element_size()
 
-    def kept(self, rows: Rows, first: int = 0) -> Kept:
+    def kept(self, rows: CacheRows, first: int = 0) -> KVCache:
         """The rows from `first` on, as many as `rows` has."""
         parts = self.kv_WBLKD[:, first : first + len(rows.lengths_B)].unbind(0)
-        return Kept(parts[: self.layers], parts[self.layers :], rows, rows.slots())
+        return KVCache(parts[: self.layers], parts[self.layers :], rows, rows.slots())
 
-    def load(self, row: int, cache: RowCache) -> None:
+    def load(self, row: int, cache: CachedTurn) -> None:
         self.kv_WBLKD[:, row, : len(cache.token_ids)] = cache.kv_WTKD
 
-    def save(self, row: int, token_ids: tuple[int, ...], images: tuple[ImageInput, ...]) -> RowCache:
-        return RowCache(token_ids, self.kv_WBLKD[:, row, : len(token_ids)].clone(), images)
+    def save(self, row: int, token_ids: tuple[int, ...], images: tuple[ImageInput, ...]) -> CachedTurn:
+        return CachedTurn(token_ids, self.kv_WBLKD[:, row, : len(token_ids)].clone(), images)
 
     def repeat(self, row: int, length: int, targets: Sequence[int]) -> None:
         """Copies the first `length` tokens of a row to other rows."""

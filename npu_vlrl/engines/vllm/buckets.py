@@ -19,7 +19,7 @@ DEVICE_ARGUMENT = 6
 """Where the device's number stands among what torch needs to open memory of a device."""
 
 
-def shared_room(size: int, device: torch.device) -> Tensor:
+def shared_bucket(size: int, device: torch.device) -> Tensor:
     """A bucket, uint8 [size], that can be opened while it exists."""
     if device.type != "cpu":
         with PLATFORMS[device.type]().shareable():
@@ -33,8 +33,8 @@ def shared_room(size: int, device: torch.device) -> Tensor:
 
 
 def handle_of(bucket: Tensor) -> Handle:
-    """Of what `shared_room` made. It names what was written to the bucket so far: this waits for the device, since the
-    streams of another process do not.
+    """The handle of a bucket. It names what was written to the bucket so far: this waits for the device,
+    since the streams of another process do not.
     """
     settled(bucket.device)
     if bucket.device.type == "cpu":

@@ -32,10 +32,10 @@ from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.engines.base import EngineError, Outcome, Request
 from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.engines.vllm.adapter import AdapterFolder
-from npu_vlrl.engines.vllm.buckets import handle_of, shared_room
+from npu_vlrl.engines.vllm.buckets import handle_of, shared_bucket
 from npu_vlrl.engines.vllm.prompt import collapsed, picture, size_limits
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.sync.buckets import Holder, handed_over
+from npu_vlrl.sync.buckets import WeightTarget, handed_over
 from npu_vlrl.sync.plan import Fact, Plan, make_plan
 from npu_vlrl.types import Generation, SamplingParams, StopReason
 
@@ -186,9 +186,9 @@ class VllmEngine(LocalEngine):
         if self._asleep:
             self._llm.wake_up(tags=[tag])
 
-    def holder(self) -> Holder:
+    def holder(self) -> WeightTarget:
         facts = [Fact.of(name, tensor) for name, tensor in self.policy.model.named_parameters()]
-        return handed_over(facts, lambda size: shared_room(size, self._device), self._take)
+        return handed_over(facts, lambda size: shared_bucket(size, self._device), self._take)
 
     def forget_features(self) -> None:
         self._forget_prompts()  # they were computed with the features
@@ -223,7 +223,7 @@ class VllmEngine(LocalEngine):
             self._renew(trained.items())
         elif self._workers:
             plan = make_plan([Fact.of(name, tensor) for name, tensor in trained.items()], BUCKET_BYTES)
-            buckets = [shared_room(size, self._device) for size in plan.bucket_sizes]
+            buckets = [shared_bucket(size, self._device) for size in plan.bucket_sizes]
             for number, bucket in enumerate(buckets):
                 views = plan.views(number, bucket)
                 torch._foreach_copy_(list(views.values()), [trained[name] for name in views])

@@ -65,7 +65,7 @@ class Vllm(EngineKind):
             device=platform.device(device),
             context_tokens=config.workflow.context_tokens,
             cache_bytes=config.rollout.cache_mib * 2**20,
-            record=config.rollout.graphs and platform.recorder() is not None,
+            record=config.rollout.graphs and platform.graph_capture() is not None,
             seed=config.train.seed,
             workers=workers,
             sleeps=config.rollout.sleep,

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from pydantic import PydanticUserError, ValidationError, validate_call
 
-from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.common.registry import GAMES, load
+from npu_vlrl.config import EnvironmentConfig
 from npu_vlrl.types import Environment
 from npu_vlrl.workflow.environments.formats import Format, make_format
 from npu_vlrl.workflow.environments.game import GameEnvironment

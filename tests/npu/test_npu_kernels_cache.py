@@ -17,7 +17,7 @@ from torch import Tensor
 from npu_vlrl import kernels
 from npu_vlrl.config import ModelConfig
 from npu_vlrl.kernels import npu, reference
-from npu_vlrl.kernels.kv_cache import Rows
+from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.load import load_model
 from npu_vlrl.model.positions import rotary_positions
@@ -56,13 +56,13 @@ def compare(news: tuple[int, ...], room: int, dtype: torch.dtype, host: bool = T
     """With the definition in float64; returns what ran on the device."""
     q, keys, values = inputs(news, room, dtype)
 
-    def rows(device: Any) -> Rows:
+    def rows(device: Any) -> CacheRows:
         lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
-        return Rows.of(lengths, news, room, max(LENGTHS), LENGTHS if host else ())
+        return CacheRows.of(lengths, news, room, max(LENGTHS), LENGTHS if host else ())
 
-    expected = reference.kept_attention(q.double(), keys.double(), values.double(), rows("cpu"), 0.25)
+    expected = reference.decode_attention(q.double(), keys.double(), values.double(), rows("cpu"), 0.25)
     with counted() as ran:
-        found = npu.kept_attention(*(x.to(DEVICE) for x in (q, keys, values)), rows(DEVICE), 0.25)
+        found = npu.decode_attention(*(x.to(DEVICE) for x in (q, keys, values)), rows(DEVICE), 0.25)
     assert found.dtype == dtype and found.shape == expected.shape
     torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=TOLERANCES[dtype])
     assert not [name for name in ran if name.startswith(("fallback::", "copied::"))]

@@ -56,7 +56,7 @@ def _nothing_waits() -> Iterator[None]:
 
 def recorded(stage: Stage) -> Tape:
     tape = Tape()
-    stage.engine = InProcessEngine(stage.policy, stage.vision, new_recorder=lambda: tape)
+    stage.engine = InProcessEngine(stage.policy, stage.vision, new_capture=lambda: tape)
     return tape
 
 
@@ -132,7 +132,7 @@ def test_a_longer_turn_gets_a_larger_batch_and_new_records() -> None:
         tapes.append(Tape())
         return tapes[-1]
 
-    stage.engine = InProcessEngine(stage.policy, stage.vision, new_recorder=new)
+    stage.engine = InProcessEngine(stage.policy, stage.vision, new_capture=new)
     for tokens in (5, 3, 300, 200):
         (answer,) = generate_all(stage, [(prompt(stage, "up?"), params(3, tokens))])
         (wanted,) = generate_all(Stage(loaded(tiny_folder("qwen3"))), [(prompt(stage, "up?"), params(3, tokens))])
@@ -152,7 +152,7 @@ def test_rounds_of_different_shape_share_one_batch_where_memory_allows() -> None
             made.append(Tape())
             return made[-1]
 
-        stage.engine = InProcessEngine(stage.policy, stage.vision, cache_bytes=budget, new_recorder=new)
+        stage.engine = InProcessEngine(stage.policy, stage.vision, cache_bytes=budget, new_capture=new)
         for rows, tokens in ((8, 10), (1, 300), (8, 10), (1, 300), (8, 10)):
             answers = generate_all(stage, [(context, params(seed, tokens)) for seed in range(rows)])
             assert all(isinstance(answer, Generation) for answer in answers)

@@ -1,4 +1,4 @@
-"""Recorders without a device that records: see `hardware.base.Recorder`."""
+"""Graph captures without a device that captures: see `hardware.base.GraphCapture`."""
 
 from __future__ import annotations
 
