@@ -67,8 +67,8 @@ def _explained(error: Exception) -> int:
     failure = str(error)
     if isinstance(error, DataError | HardwareError | CheckpointError):
         return _ends(BAD_INPUT, failure)
-    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
-        return _ends(BAD_INPUT, f"{error.name} is not installed: {remedy(error.name)}")
+    if isinstance(error, ModuleNotFoundError) and (package := str(error.name).partition(".")[0]) in EXTRAS:
+        return _ends(BAD_INPUT, f"{package} is not installed: {remedy(package)}")
     if isinstance(error, Interrupted):
         with suppress(OSError):  # the terminal may be what asked for it by closing
             return _ends(INTERRUPTED, failure)

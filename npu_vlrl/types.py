@@ -542,7 +542,7 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Frees what `reset` took, also where that raised; called once for each episode."""
-        return None
+        return None  # a body, so that who inherits from this class need not write one
 
 
 class JudgeError(RuntimeError):

@@ -16,6 +16,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from npu_vlrl.common.atomic_files import refusal
 from npu_vlrl.common.fields import ConfigError, Section
 from npu_vlrl.config.named import find
 from npu_vlrl.config.schema import Config
@@ -65,7 +66,9 @@ def _read(path: str | Path) -> dict[str, Any]:
             loaded = read_yaml(file)
     except ConfigError:
         raise
-    except (YAMLError, ValueError, OSError) as error:
+    except OSError as error:
+        raise ConfigError(refusal(error) or f"{path}: {error}") from error
+    except (YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: {error}; correct the file") from error
     if loaded is not None and not isinstance(loaded, dict):
         what = "a list" if isinstance(loaded, list) else repr(loaded)

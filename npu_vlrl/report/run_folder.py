@@ -33,7 +33,7 @@ FREE: Any = {
     "data": {"train": {"path", "max_skip_share"}},
     "workflow": {"tool_workers", "tool_deadline_s", "tool_memory_mib"},
     "reward": {"workers", "deadline_s", "memory_mib"},
-    "rollout": {"cache_mib", "feature_cache_mib", "record", "max_failed_share"},
+    "rollout": {"cache_mib", "feature_cache_mib", "graphs", "max_failed_share"},
     "algorithm": {"max_logprob_gap"},
     "optim": {"micro_batch_tokens", "logprob_chunk"},
     "evaluation": {"every"},

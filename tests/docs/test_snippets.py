@@ -113,7 +113,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).symlink_to(ROOT / name)
     for name, target in HAS.items():
         (tmp_path / name).symlink_to(ROOT / target)
-    (tmp_path / "Pictures").symlink_to(ROOT / "npu_vlrl" / "data" / "assets" / "photos")
+    (tmp_path / "Pictures").symlink_to(ROOT / "npu_vlrl" / "tasks" / "photos")
     return tmp_path
 
 

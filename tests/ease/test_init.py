@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from npu_vlrl.common.registry import STARTERS, load
 from npu_vlrl.config import load_config
-from npu_vlrl.estimate.init_config import LARGEST_FIRST, TASKS
+from npu_vlrl.estimate.init_config import LARGEST_FIRST
 from npu_vlrl.hardware import CpuPlatform, Memory
 from tests.support.program import Outcome, program, records
 
@@ -52,15 +53,15 @@ def test_the_largest_known_model_that_fits_is_taken(monkeypatch: pytest.MonkeyPa
     assert "no known model fits 1 x" in init(12).refused() and not Path("12.yaml").exists()
 
 
-@pytest.mark.parametrize("task", sorted(TASKS))
+@pytest.mark.parametrize("task", sorted(STARTERS))
 def test_every_key_that_is_written_is_what_was_meant(task: str) -> None:
     done = program("init", "--task", task)
     assert done.code == 0 and done.out.startswith(f"wrote {task}.yaml: a tiny random model, since 1 x ")
     text = Path(f"{task}.yaml").read_text()
     assert text.startswith(f"# npu-vlrl init --task {task}\n") and "# tasks in a step" in text
     config = load_config(f"{task}.yaml")
-    assert config.model.path == "tiny:qwen2_5_vl" and config.run.dir == TASKS[task]["run.dir"]
-    assert config.workflow.max_turns == TASKS[task]["workflow.max_turns"]
+    assert config.model.path == "tiny:qwen2_5_vl" and config.run.dir == load(STARTERS, task).STARTER["run.dir"]
+    assert config.workflow.max_turns == load(STARTERS, task).STARTER["workflow.max_turns"]
 
 
 def test_what_it_writes_trains() -> None:

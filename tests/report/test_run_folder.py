@@ -94,7 +94,7 @@ def test_what_cures_a_lack_of_memory_may_change(tmp_path: Path) -> None:
     cures: dict[str, dict[str, Any]] = {
         "optim": {"micro_batch_tokens": 7, "logprob_chunk": 7},
         "model": {"path": "m", "gradient_checkpointing": True},
-        "rollout": {"cache_mib": 7, "feature_cache_mib": 7, "record": False, "max_failed_share": 0.7},
+        "rollout": {"cache_mib": 7, "feature_cache_mib": 7, "graphs": False, "max_failed_share": 0.7},
         "train": {"threads": 7, "shard": True, "offload": True, "learners": 2},
         "reward": {"workers": 7, "deadline_s": 7.0},
         "algorithm": {"max_logprob_gap": 7.0},
