@@ -1,4 +1,4 @@
-# examples/train_from_python.py: a tiny model learns to see where an arrow points, in an environment of its own.
+# examples/train_from_python.py: a tiny model learns arrows, with an environment, a reward and an estimator of its own.
 import numpy as np
 
 import npu_vlrl
@@ -39,6 +39,12 @@ def game() -> Arrow:
     return Arrow()
 
 
+def estimate(batch: npu_vlrl.AdvantageBatch) -> np.ndarray:
+    rewards_S, groups = np.array(batch.rewards()), np.array(batch.groups)
+    means_S = [rewards_S[groups == group].mean() for group in groups]
+    return batch.on_samples(rewards_S - means_S)
+
+
 SETTINGS = {
     "run.dir": "runs/arrow_from_python",
     "environment.name": f"{__file__}:game",
@@ -46,6 +52,7 @@ SETTINGS = {
     "workflow.turn_discount": 0.5,
     "warm_start.right_share": 0.25,
     "algorithm.preset": "grpo",
+    "algorithm.advantage": f"{__file__}:estimate",
     "train.steps": 60,
 }
 

@@ -16,6 +16,10 @@ __version__ = "0.1.0"
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 _ORIGINS = {
+    "npu_vlrl.algorithms": (
+        *("ESTIMATORS", "LOSSES", "AdvantageBatch", "Group", "LossTokens", "Options"),
+        *("estimator", "group_reward", "loss"),
+    ),
     "npu_vlrl.config": ("Config", "ConfigError", "dump_config", "load_config"),
     "npu_vlrl.train_loop": ("train",),
     "npu_vlrl.training.evaluate": ("evaluate",),
@@ -25,11 +29,19 @@ _ORIGINS = {
     ),
     "npu_vlrl.workflow.environments.game": ("Game", "Move"),
     "npu_vlrl.workflow.tools": ("Tool", "ToolContext", "ToolError"),
-    # estimators, losses and group rewards: a line here, and one below
 }
 """The module of each public name; the imports below tell type checkers the same, and a test compares the two."""
 
 if TYPE_CHECKING:
+    from npu_vlrl.algorithms import ESTIMATORS as ESTIMATORS
+    from npu_vlrl.algorithms import LOSSES as LOSSES
+    from npu_vlrl.algorithms import AdvantageBatch as AdvantageBatch
+    from npu_vlrl.algorithms import Group as Group
+    from npu_vlrl.algorithms import LossTokens as LossTokens
+    from npu_vlrl.algorithms import Options as Options
+    from npu_vlrl.algorithms import estimator as estimator
+    from npu_vlrl.algorithms import group_reward as group_reward
+    from npu_vlrl.algorithms import loss as loss
     from npu_vlrl.config import Config as Config
     from npu_vlrl.config import ConfigError as ConfigError
     from npu_vlrl.config import dump_config as dump_config

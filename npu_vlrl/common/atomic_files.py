@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
+if TYPE_CHECKING:
+    from safetensors import SafetensorError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """The disk, or what a user may have of it."""
@@ -63,6 +65,8 @@ def writing(path: Path) -> Iterator[None]:
     """Raises an OSError that names `path` when the disk is full, or safetensors may not write there; what else is wrong
     stays as it is.
     """
+    from safetensors import SafetensorError  # a configuration is read without it
+
     try:
         yield
     except (OSError, SafetensorError) as error:
