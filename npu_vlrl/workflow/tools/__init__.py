@@ -19,6 +19,7 @@ from npu_vlrl.workflow.tools.draw_bbox import draw_bbox
 from npu_vlrl.workflow.tools.draw_line import draw_line
 from npu_vlrl.workflow.tools.flip import flip
 from npu_vlrl.workflow.tools.frame import Frame
+from npu_vlrl.workflow.tools.grey import grey
 from npu_vlrl.workflow.tools.hermes import ParsedCalls, parse_tool_calls
 from npu_vlrl.workflow.tools.invoke import Tool, invoke
 from npu_vlrl.workflow.tools.look import look
@@ -43,6 +44,7 @@ __all__ = [
 TOOLS: dict[str, Tool] = {
     "rotate": rotate,
     "flip": flip,
+    "grey": grey,
     "crop": crop,
     "zoom": zoom,
     "draw_bbox": draw_bbox,
