@@ -28,6 +28,7 @@ RULES = {
     "math_verify": "npu_vlrl.workflow.rewards.math_verify",
     "geometry3k": "npu_vlrl.tasks.geo3k.reward",
     "tagged": "npu_vlrl.workflow.rewards.tagged",
+    "letters": "npu_vlrl.workflow.rewards.letters",
     "rotation_broad": "npu_vlrl.tasks.rotation.broad",
     "rotation_strict": "npu_vlrl.tasks.rotation.strict",
     "benchmark": "npu_vlrl.tasks.benchmark.reward",
