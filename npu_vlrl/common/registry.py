@@ -20,6 +20,7 @@ GENERATORS = {
 GAMES = {
     "sokoban": "npu_vlrl.tasks.sokoban",
     "frozenlake": "npu_vlrl.tasks.frozenlake",
+    "lamps": "npu_vlrl.tasks.lamps",
     "gymnasium": "npu_vlrl.workflow.environments.gym",
 }
 """`environment.name`, besides `visual_qa`"""
