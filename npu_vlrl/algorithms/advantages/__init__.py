@@ -1,6 +1,7 @@
 """Advantage estimators by name; each is a pure function over arrays in a file of its own."""
 
 from npu_vlrl.algorithms.advantages.batch import AdvantageBatch
+from npu_vlrl.algorithms.advantages.best_of import best_of
 from npu_vlrl.algorithms.advantages.dr_grpo import dr_grpo
 from npu_vlrl.algorithms.advantages.estimator import Estimator, estimator
 from npu_vlrl.algorithms.advantages.gae import gae, masked_gae
@@ -19,6 +20,6 @@ ESTIMATORS: dict[str, Estimator] = table(
     Estimator,
     [
         *(grpo, dr_grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline, gae, masked_gae, bi_level_gae, turn_wise_gae),
-        *(gigpo, turn_grpo),
+        *(gigpo, turn_grpo, best_of),
     ],
 )
