@@ -240,7 +240,7 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["inprocess", "vllm"] = "inprocess"
+    engine: Literal["inprocess", "vllm", "greedy"] = "inprocess"
     """`inprocess` samples with the learner's own code; `vllm` has vLLM sample, from a copy of the weights."""
     tensor_parallel: Count = 1
     """Devices over which vLLM splits the model; each engine process has as many."""

@@ -1,0 +1,1 @@
+"""An engine that takes the likeliest token, whatever it is asked."""
