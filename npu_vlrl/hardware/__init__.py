@@ -7,6 +7,7 @@ import os
 from npu_vlrl.hardware.base import HardwareError, Memory, Peak, Platform, Setting
 from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.hardware.cuda import CudaPlatform
+from npu_vlrl.hardware.xpu import XpuPlatform
 from npu_vlrl.hardware.npu import NpuPlatform, load_torch_npu
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
     "to_report",
 ]
 
-PLATFORMS: dict[str, type[Platform]] = {"npu": NpuPlatform, "cuda": CudaPlatform, "cpu": CpuPlatform}
+PLATFORMS: dict[str, type[Platform]] = {"npu": NpuPlatform, "cuda": CudaPlatform, "xpu": XpuPlatform, "cpu": CpuPlatform}
 """In the order in which they are tried."""
 
 VARIABLE = "NPU_VLRL_PLATFORM"
