@@ -13,6 +13,7 @@ from typing import Any
 GENERATORS = {
     "photo": "npu_vlrl.tasks.photo",
     "arrow": "npu_vlrl.tasks.arrow",
+    "shade": "npu_vlrl.tasks.shade",
     "episodes": "npu_vlrl.tasks.episodes",
 }
 """`data.train.generator`, `data.eval.generator`"""
