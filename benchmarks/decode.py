@@ -79,7 +79,7 @@ def new_engine(made: Model, on: Platform) -> InProcessEngine:
     assert policy.special.image is not None
     policy.special = replace(policy.special, end_of_turn=(policy.special.image,))
     vision = VisionFeatures(policy, made.processor, FEATURE_BYTES)
-    return InProcessEngine(policy, vision, new_capture=on.recorder)
+    return InProcessEngine(policy, vision, new_capture=on.graph_capture)
 
 
 def words(policy: Policy, count: int, random: np.random.Generator) -> tuple[int, ...]:
