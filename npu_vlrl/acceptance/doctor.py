@@ -43,7 +43,8 @@ def doctor(as_json: bool) -> int:
         print(json.dumps(report, indent=2))
     else:
         _show(report, Console(highlight=False, soft_wrap=True))
-    return report["exit_code"]
+    code: int = report["exit_code"]
+    return code
 
 
 def diagnose() -> dict[str, Any]:

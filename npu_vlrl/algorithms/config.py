@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_type_hints
 
 from pydantic import Field, ValidationError, create_model, field_validator
 
@@ -99,7 +99,7 @@ class AlgorithmBase(Section):
             raise ValueError(f"unknown name; choose one of {', '.join(table)}, or write path/to/file.py:function")
         return name
 
-    def resolved(self) -> AlgorithmConfig:
+    def resolved(self) -> Self:
         """The same with every key filled in, by the preset and then by the components; None or its default where what
         is chosen has no such option.
 
@@ -120,7 +120,7 @@ class AlgorithmBase(Section):
             else:
                 values[key] = info.default
         self._check(values)
-        found: Any = self.model_copy(update=values)
+        found = self.model_copy(update=values)
         for options in self._used(values):
             found._options(options)
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,7 @@ def _messages(record: Mapping[str, Any], where: str, root: Path) -> tuple[Messag
     return messages
 
 
-def _message(message: Any, where: str, field: str, root: Path, unused: Any) -> Message:
+def _message(message: Any, where: str, field: str, root: Path, unused: Iterator[Image]) -> Message:
     role = _typed(_typed(message, dict, where, field).get("role"), str, where, f"{field}.role")
     if role not in ROLES:
         raise DataError(f"{where}, {field}.role: unknown role {role!r}; use one of {', '.join(ROLES)}")
@@ -216,7 +216,7 @@ def _message(message: Any, where: str, field: str, root: Path, unused: Any) -> M
     return Message(role, kept)
 
 
-def _part(part: Any, where: str, field: str, root: Path, unused: Any) -> str | Image:
+def _part(part: Any, where: str, field: str, root: Path, unused: Iterator[Image]) -> str | Image:
     part = _typed(part, dict, where, field)
     kind = part.get("type")
     if kind not in ("text", "image"):
@@ -241,7 +241,7 @@ def _only(value: Mapping[str, Any], known: tuple[str, ...], where: str, field: s
         raise DataError(f"{where}, {field}.{key}: {remedy}")
 
 
-def _next_image(unused: Any, where: str, field: str) -> Image:
+def _next_image(unused: Iterator[Image], where: str, field: str) -> Image:
     image = next(unused, None)
     if image is None:
         raise DataError(

@@ -226,7 +226,8 @@ class MemoryModel:
 
     @property
     def _hidden(self) -> int:
-        return self._settings.hidden_size
+        hidden: int = self._settings.hidden_size
+        return hidden
 
     def saved_by_layer(self, one: Pass) -> float:
         """Bytes that a decoder layer leaves behind for its backward pass.
@@ -237,9 +238,9 @@ class MemoryModel:
         keeps its narrow middle.
         """
         hidden, inner, (_, key_heads, width) = self._hidden, self._settings.intermediate_size, self.policy.kv_shape
-        heads = self._settings.num_attention_heads
+        heads: int = self._settings.num_attention_heads
         layer = self.policy.text.layers[0]
-        elements = 4 * hidden + 2 * heads * width + 3 * inner
+        elements: int = 4 * hidden + 2 * heads * width + 3 * inner
         if hasattr(layer.self_attn, "q_norm"):
             elements += (heads + key_heads) * width
         elements += sum(next(iter(module.r.values())) for module in layer.modules() if hasattr(module, "lora_A"))
@@ -248,7 +249,8 @@ class MemoryModel:
 
     def _layer_backward(self, one: Pass) -> float:
         """Gradients of a layer's activations. Those of SwiGLU's inputs and output are the largest."""
-        return one.tokens * (3 * self._settings.intermediate_size + 2 * self._hidden) * self._item
+        inner: int = self._settings.intermediate_size
+        return one.tokens * (3 * inner + 2 * self._hidden) * self._item
 
     def _head(self, one: Pass) -> _Part:
         """The last norm, and the scores of tokens, whose logits never exist at once."""

@@ -64,7 +64,7 @@ def decode_seconds(memory: MemoryModel, episode: Episode, play: Rollout, peak: P
     """Draws every token of every turn; rows beyond the room for keys and values wait."""
     together = max(1, min(play.rows, memory.plan.cache_bytes // max(1, play.room * memory.kv_bytes)))
     waves = -(-play.rows // together)
-    layers = sum(p.numel() * p.element_size() for p in memory.policy.text.parameters())
+    layers: int = sum(p.numel() * p.element_size() for p in memory.policy.text.parameters())
     head = memory.policy.head_weight
     untied = 0 if head is memory.policy.base.get_input_embeddings().weight else head.numel() * head.element_size()
     read = layers + untied + together * (episode.tokens + episode.opening) / 2 * memory.kv_bytes

@@ -59,17 +59,17 @@ class Pieces(Mapping[str, Tensor]):
         for file in files:
             try:
                 opened = safe_open(file, "pt")
-                places = json.loads((opened.metadata() or {}).get(PARTS, "{}"))
+                places = json.loads((opened.metadata() or {}).get(PARTS, "{}"))  # type: ignore[no-untyped-call]
             except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(f"{file} cannot be read: {error}") from error
-            for name in opened.keys():  # noqa: SIM118  # it is no mapping
-                dimensions = len(opened.get_slice(name).get_shape())
+            for name in opened.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118  # it is no mapping
+                dimensions = len(opened.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
                 begin = places[name]["saved_offsets"] if name in places else [0] * dimensions
                 self._parts.setdefault(name, []).append((begin, opened))
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises CheckpointError when a part is in no file."""
-        parts = [(begin, file.get_tensor(name)) for begin, file in self._parts[name]]
+        parts: list[tuple[list[int], Tensor]] = [(begin, file.get_tensor(name)) for begin, file in self._parts[name]]
         if len(parts) == 1 and not any(parts[0][0]):
             return parts[0][1]
         ends = [[start + size for start, size in zip(begin, part.shape, strict=True)] for begin, part in parts]

@@ -35,10 +35,12 @@ class Accelerator(Platform):
         return torch.device(self.name, index)
 
     def device_count(self) -> int:
-        return self.api().device_count()
+        count: int = self.api().device_count()
+        return count
 
     def device_name(self, index: int = 0) -> str:
-        return self.api().get_device_name(index)
+        name: str = self.api().get_device_name(index)
+        return name
 
     def physical_id(self, index: int) -> str:
         visible = self.visible_devices()
@@ -71,10 +73,12 @@ class Accelerator(Platform):
         self.api().synchronize()
 
     def stream(self) -> torch.Stream:
-        return self.api().Stream()
+        stream: torch.Stream = self.api().Stream()
+        return stream
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        return self.api().stream(stream)
+        entered: AbstractContextManager[object] = self.api().stream(stream)
+        return entered
 
     def allocator_settings(self) -> tuple[str, str] | None:
         """The name and the value of the variable that counts, without spaces; None where none is set."""
@@ -119,13 +123,15 @@ class Accelerator(Platform):
         return record
 
     def rng_state(self) -> torch.Tensor:
-        return self.api().get_rng_state()
+        state: torch.Tensor = self.api().get_rng_state()
+        return state
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         self.api().set_rng_state(state)
 
     def peak_memory_bytes(self) -> int:
-        return self.api().max_memory_allocated()
+        peak: int = self.api().max_memory_allocated()
+        return peak
 
     def memory(self, index: int = 0) -> Memory:
         free, total = self.api().mem_get_info(index)

@@ -69,10 +69,10 @@ class CudaPlatform(Accelerator):
         torch.backends.cudnn.allow_tf32 = False
 
     def versions(self) -> dict[str, str]:
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         return {
             "CUDA": str(torch.version.cuda),
-            "cuDNN": str(torch.backends.cudnn.version()),
+            "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
             "NCCL": nccl,
             "NVIDIA driver": _driver_version(),
         }

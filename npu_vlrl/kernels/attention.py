@@ -78,7 +78,7 @@ def attention_forward(
             raise ValueError(f"packed sequences come as a batch of 1, got a batch of {query_BHTD.shape[0]}")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         cu_q, cu_k = _on_host(cu_seq_lens_q), _on_host(cu_seq_lens_k)
-        out_THD = op("varlen_attention")(query_BHTD[0], key_BKSD[0], value_BKSD[0], cu_q, cu_k, causal, scale)
+        out_THD: Tensor = op("varlen_attention")(query_BHTD[0], key_BKSD[0], value_BKSD[0], cu_q, cu_k, causal, scale)
         return out_THD[None], None
     if attention_mask is None and is_causal is False:
         return _whole_rows(query_BHTD, key_BKSD, value_BKSD, scale), None
@@ -95,8 +95,8 @@ def _whole_rows(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float) ->
     rows, _, length, _ = q_BHTD.shape
     packed = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (q_BHTD, k_BKSD, v_BKSD))
     ends_q, ends_k = (range(0, rows * n + 1, n) for n in (length, k_BKSD.shape[2]))
-    out_THD = op("varlen_attention")(*packed, list(ends_q), list(ends_k), False, scale)
-    return out_THD.unflatten(0, (rows, length))
+    out_THD: Tensor = op("varlen_attention")(*packed, list(ends_q), list(ends_k), False, scale)
+    return torch.unflatten(out_THD, 0, (rows, length))
 
 
 def _on_host(cumulative: Tensor | Sequence[int]) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -48,6 +48,7 @@ class _Flash(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ctx.rest = (*packed_lengths(cu_q, cu_k, q.device), 0.0, causal)
+        out: Tensor
         out, lse, random = torch.ops.aten._flash_attention_forward(q, k, v, *ctx.rest, False, scale=scale)[:3]
         ctx.save_for_backward(q, k, v, out, lse, random)
         ctx.scale = scale
@@ -85,7 +86,8 @@ def varlen_attention(
     _check(cu_q, cu_k, q_HTD.shape[1], k_KSD.shape[1], causal)
     if not q_HTD.shape[1]:
         return q_HTD.transpose(0, 1)
-    out_THD: Tensor = _Flash.apply(*(x.transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD)), cu_q, cu_k, causal, scale)
+    q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
+    out_THD: Tensor = _Flash.apply(q, k, v, cu_q, cu_k, causal, scale)  # type: ignore[no-untyped-call]
     return out_THD
 
 
@@ -110,7 +112,7 @@ def decode_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows
     if not _flash_takes(q_HTD):
         return reference.decode_attention(q_HTD, keys_BLKD, values_BLKD, rows, scale)
     most = max(b - a for a, b in zip(rows.cu_q, rows.cu_q[1:], strict=False))
-    found = torch.ops.aten._flash_attention_forward(
+    found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
         q_HTD.transpose(0, 1),
         keys_BLKD.flatten(0, 1),
         values_BLKD.flatten(0, 1),
@@ -158,8 +160,9 @@ def logprob_entropy(hidden_TH: Tensor, *rest: Any, **options: Any) -> tuple[Tens
     float32, which Triton multiplies without tensor cores, 254 ms, the reference 116 (benchmarks/README.md).
     """
     worth_it = triton_logprob.suitable(hidden_TH) and hidden_TH.dtype != torch.float32
-    chosen = triton_logprob if worth_it else reference
-    return chosen.logprob_entropy(hidden_TH, *rest, **options)
+    chosen: Callable[..., tuple[Tensor, Tensor]]
+    chosen = triton_logprob.logprob_entropy if worth_it else reference.logprob_entropy
+    return chosen(hidden_TH, *rest, **options)
 
 
 if triton_logprob.available("nvidia"):

@@ -7,6 +7,7 @@ was made, or nothing at all. So the attention over kept tokens is tried, with ot
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -57,7 +58,7 @@ def _gap(capture: GraphCapture, device: torch.device, dtype: torch.dtype) -> flo
     )
     lengths = torch.tensor([2, 3], dtype=torch.int32, device=device)
     rows = CacheRows.of(lengths, [1] * ROWS, ROOM, ROOM)
-    attention = op("decode_attention")
+    attention: Callable[..., torch.Tensor] = op("decode_attention")
     found = torch.zeros(ROWS, HEADS, WIDTH, device=device, dtype=dtype)
 
     def step() -> None:

@@ -62,7 +62,7 @@ def _of_mindspeed() -> Product | None:
     except ImportError:
         return None
     try:
-        function = getattr(import_module(MODULE), FUNCTION)
+        function: Product = getattr(import_module(MODULE), FUNCTION)
         found = list(inspect.signature(function).parameters)
     except (ImportError, AttributeError, OSError) as error:
         _log.warning("MindSpeed is installed but its %s is not used: %s", FUNCTION, error)

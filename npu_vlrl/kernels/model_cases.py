@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +83,7 @@ def _packed(shapes: tuple[tuple[int, ...], ...], ends: list[int], causal: bool) 
     return Case("varlen_attention", shapes, lambda run, q, k, v: run(q, k, v, ends, ends, causal, q.shape[2] ** -0.5))
 
 
-def _masked(run: Implementation, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _masked(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Two rows, the first of which is padded on the left; the queries are the last tokens."""
     queries, keys = q.shape[2], k.shape[2]
     places = torch.arange(keys)
@@ -105,7 +106,7 @@ def _decoding(shapes: Shapes, amounts: Amounts) -> tuple[Case, ...]:
     )
 
 
-def _kept(run: Implementation, q: Tensor, keys: Tensor, values: Tensor, news: list[int]) -> Tensor:
+def _kept(run: Callable[..., Tensor], q: Tensor, keys: Tensor, values: Tensor, news: list[int]) -> Tensor:
     """Rows of very different lengths, the shortest of which has its new tokens alone."""
     rows, room = keys.shape[:2]
     lengths = torch.linspace(max(news), room, rows).int()
@@ -132,23 +133,25 @@ def _layers(shapes: Shapes, amounts: Amounts) -> tuple[Case, ...]:
     )
 
 
-def _rotary(run: Implementation, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def _rotary(run: Callable[..., Tensor], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     half = x.shape[3] // 2
     angles = torch.arange(x.shape[1])[:, None] / 1e6 ** (torch.arange(half) / half)
     angles = torch.cat([angles, angles], -1)[None]
     return run(x, angles.cos().to(x.device, dtype), angles.sin().to(x.device, dtype))
 
 
-def _gated_mlp(run: Implementation, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+def _gated_mlp(run: Callable[..., Tensor], x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
     return run(x, (gate * SMALLER, bias), (up * SMALLER, None), (down * SMALLER, None))
 
 
-def _add_at(run: Implementation, x: Tensor, rows: Tensor) -> Tensor:
+def _add_at(run: Callable[..., Tensor], x: Tensor, rows: Tensor) -> Tensor:
     mask = torch.arange(x.shape[1], device=x.device)[None] % 2 == 1
     return run(x, mask, rows)
 
 
-def _logprob_entropy(run: Implementation, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _logprob_entropy(
+    run: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
     targets = torch.arange(len(hidden), device=hidden.device) * 3 % len(weight)
     forbidden = torch.arange(len(weight), device=weight.device) == len(weight) - 1
     return run(hidden, weight * SMALLER, targets, 0.7, forbidden, 1024)

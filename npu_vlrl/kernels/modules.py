@@ -48,7 +48,8 @@ def _is_rms_norm(module: Any) -> bool:
 
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    return op("rms_norm")(x, module.weight, module.variance_epsilon)
+    normed: Tensor = op("rms_norm")(x, module.weight, module.variance_epsilon)
+    return normed
 
 
 def _is_swiglu(module: Any) -> bool:
@@ -57,7 +58,8 @@ def _is_swiglu(module: Any) -> bool:
 
 
 def _swiglu(module: Any, x: Tensor) -> Tensor:
-    return module.down_proj(op("swiglu")(module.gate_proj(x), module.up_proj(x)))
+    out: Tensor = module.down_proj(op("swiglu")(module.gate_proj(x), module.up_proj(x)))
+    return out
 
 
 def _has_odd_width(module: Any) -> bool:
@@ -72,7 +74,8 @@ def _has_odd_width(module: Any) -> bool:
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
     gate, up, down = ((part.weight, part.bias) for part in (module.gate_proj, module.up_proj, module.down_proj))
-    return op("gated_mlp")(x, gate, up, down)
+    out: Tensor = op("gated_mlp")(x, gate, up, down)
+    return out
 
 
 def _is_patch_embed(module: Any) -> bool:
@@ -83,7 +86,8 @@ def _is_patch_embed(module: Any) -> bool:
 def _patch_embed(module: Any, patches: Tensor) -> Tensor:
     proj = module.proj
     flat = patches.reshape(-1, proj.weight[0].numel()).to(proj.weight.dtype)
-    return op("patch_embed")(flat, proj.weight, proj.bias)
+    embedded: Tensor = op("patch_embed")(flat, proj.weight, proj.bias)
+    return embedded
 
 
 def _adds_deep_features(module: Any) -> bool:
@@ -91,7 +95,8 @@ def _adds_deep_features(module: Any) -> bool:
 
 
 def _add_deep_features(module: Any, x_BTH: Tensor, mask_BT: Tensor, rows_NH: Tensor) -> Tensor:
-    return op("add_at")(x_BTH, mask_BT, rows_NH.to(x_BTH.dtype))
+    added: Tensor = op("add_at")(x_BTH, mask_BT, rows_NH.to(x_BTH.dtype))
+    return added
 
 
 _METHODS: tuple[tuple[str, Callable[[Any], bool], str, Callable[..., Tensor]], ...] = (
@@ -134,7 +139,8 @@ def _dispatching(original: Callable[..., Any], rotate: Callable[..., Any]) -> Ca
 
 def _rotate_text(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     """Heads are still behind tokens in memory, and attention over packed sequences wants them there: no copies."""
-    return op("rotary")(x_BHTD.transpose(1, 2), cos_BTD, sin_BTD).transpose(1, 2)
+    rotated_BTHD: Tensor = op("rotary")(x_BHTD.transpose(1, 2), cos_BTD, sin_BTD)
+    return rotated_BTHD.transpose(1, 2)
 
 
 def _rotate_by_sections(x_BHTD: Tensor, cos_3BTD: Tensor, sin_3BTD: Tensor, sections: Sequence[int]) -> Tensor:
@@ -143,13 +149,14 @@ def _rotate_by_sections(x_BHTD: Tensor, cos_3BTD: Tensor, sin_3BTD: Tensor, sect
 
 
 def _by_sections(turn_3BTD: Tensor, sections: Sequence[int]) -> Tensor:
-    parts = turn_3BTD.split([*sections, *sections], dim=-1)
+    parts = torch.split(turn_3BTD, [*sections, *sections], dim=-1)
     return torch.cat([part[i % 3] for i, part in enumerate(parts)], dim=-1)
 
 
 def _rotate_vision(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """In float32, as transformers does it."""
-    return op("rotary")(x_THD[None], cos_TD[None].float(), sin_TD[None].float())[0]
+    rotated_1THD: Tensor = op("rotary")(x_THD[None], cos_TD[None].float(), sin_TD[None].float())
+    return rotated_1THD[0]
 
 
 _ROTATIONS: dict[str, Callable[..., Tensor]] = {

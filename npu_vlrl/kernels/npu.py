@@ -6,7 +6,7 @@ The limits in this file are those of CANN's documents of the operators.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -50,7 +50,7 @@ def varlen_attention(
     if causal:
         options |= {"atten_mask": _future(q_HTD.device), "sparse_mode": SEE_PAST}
     if packing.batch:
-        q, k, v = (x.unflatten(1, (packing.batch, -1)).transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
+        q, k, v = (torch.unflatten(x, 1, (packing.batch, -1)).transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
         return _fused(q, k, v, len(q_HTD), "BNSD", **options).transpose(1, 2).flatten(0, 1)
     q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
     outputs = [
@@ -186,7 +186,8 @@ def _continued(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: Cach
 
 def _inferred(q: Tensor, k: Tensor, v: Tensor, key_heads: int, scale: float, **options: Any) -> Tensor:
     heads = {"num_heads": q.shape[-2], "num_key_value_heads": key_heads}
-    return torch.ops.npu.npu_fused_infer_attention_score(q, k, v, scale=scale, **heads, **options)[0]
+    found: tuple[Tensor, ...] = torch.ops.npu.npu_fused_infer_attention_score(q, k, v, scale=scale, **heads, **options)
+    return found[0]
 
 
 @lru_cache(maxsize=16)
@@ -196,7 +197,8 @@ def _blocks(n_rows: int, each: int, device: torch.device) -> Tensor:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str, **options: Any) -> Tensor:
-    return torch.ops.npu.npu_fusion_attention(q, k, v, heads, layout, **options)[0]
+    found: tuple[Tensor, ...] = torch.ops.npu.npu_fusion_attention(q, k, v, heads, layout, **options)
+    return found[0]
 
 
 def _take(x_TND: Tensor, tokens: slice) -> Tensor:
@@ -252,7 +254,8 @@ def _future(device: torch.device) -> Tensor:
 @register("rms_norm", "npu")
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """As `reference.rms_norm`, rounded once: the product with `weight` is in float32, too."""
-    return torch.ops.npu.npu_rms_norm(x, weight, epsilon)[0]
+    found: tuple[Tensor, ...] = torch.ops.npu.npu_rms_norm(x, weight, epsilon)
+    return found[0]
 
 
 @register("rotary", "npu")
@@ -261,13 +264,14 @@ def rotary(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     reference.check_rotary(x_BTHD, cos_BTD, sin_BTD)
     wide = torch.promote_types(x_BTHD.dtype, cos_BTD.dtype)  # the operator wants one dtype
     cos, sin = (x.to(wide).expand(len(x_BTHD), -1, -1).flatten(0, 1)[None, :, None] for x in (cos_BTD, sin_BTD))
-    rotated = torch.ops.npu.npu_rotary_mul(x_BTHD.to(wide).flatten(0, 1)[None], cos, sin)
+    rotated: Tensor = torch.ops.npu.npu_rotary_mul(x_BTHD.to(wide).flatten(0, 1)[None], cos, sin)
     return rotated.view(x_BTHD.shape).to(x_BTHD.dtype)
 
 
 @register("swiglu", "npu")
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.ops.npu.npu_swiglu(torch.cat([gate, up], -1), -1)
+    out: Tensor = torch.ops.npu.npu_swiglu(torch.cat([gate, up], -1), -1)
+    return out
 
 
 @register("patch_embed", "npu")
@@ -292,8 +296,10 @@ if triton_logprob.available("ascend"):
     @register("logprob_entropy", "npu")
     def logprob_entropy(hidden_TH: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """By Triton, or by the reference where that is not suitable."""
-        chosen = triton_logprob if triton_logprob.suitable(hidden_TH) else reference
-        return chosen.logprob_entropy(hidden_TH, *rest, **options)
+        suitable = triton_logprob.suitable(hidden_TH)
+        chosen: Callable[..., tuple[Tensor, Tensor]]
+        chosen = triton_logprob.logprob_entropy if suitable else reference.logprob_entropy
+        return chosen(hidden_TH, *rest, **options)
 
 
 mindspeed.register_offers()

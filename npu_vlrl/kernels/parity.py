@@ -107,36 +107,38 @@ def _varlen(cu: list[int], causal: bool) -> Callable[..., Tensor]:
     return lambda run, q, k, v: run(q, k, v, cu, cu, causal, 0.25)
 
 
-def _masked(run: Implementation, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _masked(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Rows of 5 and 7 keys, padded on the left; the 3 queries are their last tokens."""
     keys = torch.arange(7)
     own = torch.stack([keys >= 2, keys >= 0])[:, None, None]
     return run(q, k, v, (own & (keys <= torch.arange(4, 7)[:, None])).to(q.device), 0.25)
 
 
-def _kept(run: Implementation, q: Tensor, keys: Tensor, values: Tensor, news: list[int]) -> Tensor:
+def _kept(run: Callable[..., Tensor], q: Tensor, keys: Tensor, values: Tensor, news: list[int]) -> Tensor:
     """Rows of 2, 7 and 5 tokens, the last `news` of each new."""
     lengths, room = [2, 7, 5], keys.shape[1]
     rows = CacheRows.of(torch.tensor(lengths, dtype=torch.int32, device=q.device), news, room, max(lengths), lengths)
     return run(q.detach(), keys.detach(), values.detach(), rows, 0.25)
 
 
-def _rotary(run: Implementation, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _rotary(run: Callable[..., Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
     half = x.shape[3] // 2
     angles = torch.arange(x.shape[1])[:, None] / 1e4 ** (torch.arange(half) / half)
     angles = torch.cat([angles, angles], -1)[None]
     return run(x, angles.cos().to(x.device, dtype), angles.sin().to(x.device, dtype))
 
 
-def _gated_mlp(run: Implementation, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+def _gated_mlp(run: Callable[..., Tensor], x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
     return run(x, (gate, bias), (up, None), (down, None))
 
 
-def _add_at(run: Implementation, x: Tensor, rows: Tensor) -> Tensor:
+def _add_at(run: Callable[..., Tensor], x: Tensor, rows: Tensor) -> Tensor:
     return run(x, torch.tensor([[True, False, False, True], [False, True, False, False]], device=x.device), rows)
 
 
-def _logprob_entropy(run: Implementation, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _logprob_entropy(
+    run: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
     targets = torch.arange(len(hidden), device=hidden.device) * 3
     forbidden = torch.arange(len(weight), device=weight.device) == 4
     return run(hidden, weight / 4, targets, 0.7, forbidden, 4)  # logits of size 2, as implementations round them or not

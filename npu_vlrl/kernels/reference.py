@@ -47,7 +47,7 @@ def varlen_attention(
     # Sequences of equal lengths form a batch; nothing is padded. On one CPU thread, forward + backward, 4 heads of 16:
     # 64 texts of 40..90 tokens 12 ms (one by one 13, padded 15), 200 even windows of 16 patches 4 ms (15, 5), uneven
     # ones 5 ms (17, 5). Padding costs 20 times as much where one text is long.
-    qs, ks, vs = q_HTD.split(q_lengths, 1), k_KSD.split(k_lengths, 1), v_KSD.split(k_lengths, 1)
+    qs, ks, vs = torch.split(q_HTD, q_lengths, 1), torch.split(k_KSD, k_lengths, 1), torch.split(v_KSD, k_lengths, 1)
     batches: dict[tuple[int, int], list[int]] = {}
     for index, pair in enumerate(zip(q_lengths, k_lengths, strict=True)):
         batches.setdefault(pair, []).append(index)
@@ -151,7 +151,7 @@ def decode_attention(
     device = q_HTD.device
     even = most * n_rows == q_HTD.shape[1]
     if even:
-        q_BHMD = q_HTD.unflatten(1, (n_rows, most)).transpose(0, 1)
+        q_BHMD = torch.unflatten(q_HTD, 1, (n_rows, most)).transpose(0, 1)
     else:  # padded on the left
         at_BM = rows.starts_q[1:, None] - most + torch.arange(most, device=device)
         q_BHMD = q_HTD[:, at_BM.clamp(min=0)].transpose(0, 1)
@@ -217,7 +217,7 @@ def patch_embed(patches_PD: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
     `weight` is [H, channels, frames, height, width], `bias` [H]. Returns [P, H].
     """
-    return F.conv3d(patches_PD.unflatten(1, weight.shape[1:]), weight, bias).flatten(1)
+    return F.conv3d(torch.unflatten(patches_PD, 1, weight.shape[1:]), weight, bias).flatten(1)
 
 
 @register("add_at")
@@ -251,7 +251,9 @@ def logprob_entropy(
     if temperature <= 0:
         raise ValueError(f"logprob_entropy: temperature is {temperature}, it must be positive")
     assert chunk > 0 and targets_T.shape == hidden_TH.shape[:1] and hidden_TH.shape[1] == weight_VH.shape[1]
-    logprobs_T, entropy_T = _LogprobEntropy.apply(hidden_TH, weight_VH, targets_T, temperature, forbidden_V, chunk)
+    logprobs_T, entropy_T = _LogprobEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden_TH, weight_VH, targets_T, temperature, forbidden_V, chunk
+    )
     return logprobs_T, entropy_T
 
 

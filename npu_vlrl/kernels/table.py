@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from npu_vlrl.hardware.base import HardwareError
 
 Implementation = Callable[..., Any]
+I = TypeVar("I", bound=Implementation)  # noqa: E741
 
 REFERENCE = "reference"
 PLATFORMS = (REFERENCE, "cuda", "npu")
@@ -26,14 +27,14 @@ _platform = REFERENCE
 _turned_off: frozenset[str] = frozenset()
 
 
-def register(name: str, platform: str = REFERENCE) -> Callable[[Implementation], Implementation]:
+def register(name: str, platform: str = REFERENCE) -> Callable[[I], I]:
     """Decorator: enters a function as the op `name` on `platform`; the reference of an op must come first."""
     assert platform in PLATFORMS, f"unknown kernel platform {platform!r}"
     implementations = _table.setdefault(name, {}) if platform == REFERENCE else _table.get(name)
     assert implementations is not None, f"op {name!r} has no reference, so nothing defines what it computes"
     assert platform not in implementations, f"op {name!r} is already registered for {platform!r}"
 
-    def enter(implementation: Implementation) -> Implementation:
+    def enter(implementation: I) -> I:
         implementations[platform] = implementation
         return implementation
 

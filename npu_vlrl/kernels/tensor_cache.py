@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -22,7 +22,7 @@ class OncePerTensor(Generic[Value]):
 
     def __init__(self, compute: Callable[[Tensor], Value]) -> None:
         self.compute = compute
-        self._known = WeakTensorKeyDictionary()
+        self._known: MutableMapping[Tensor, tuple[int, Value]] = WeakTensorKeyDictionary()
 
     def __call__(self, tensor: Tensor) -> Value:
         changes = 0 if tensor.is_inference() else tensor._version

@@ -51,7 +51,8 @@ class Fused(Protocol):
 
 def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scale: float, fused: Fused) -> Tensor:
     """As `reference.tree_attention`; returns [T, H, D]."""
-    out_THD: Tensor = _TreeAttention.apply(*(x.transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD)), tree, scale, fused)
+    q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
+    out_THD: Tensor = _TreeAttention.apply(q, k, v, tree, scale, fused)  # type: ignore[no-untyped-call]
     return out_THD
 
 

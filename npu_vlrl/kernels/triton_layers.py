@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     if not _taken(x, weight) or x.dtype != weight.dtype or len(weight) > WIDEST:
         return reference.rms_norm(x, weight, epsilon)
     assert weight.shape == x.shape[-1:]
-    out: Tensor = _RMSNorm.apply(x.contiguous(), weight.contiguous(), epsilon)
+    out: Tensor = _RMSNorm.apply(x.contiguous(), weight.contiguous(), epsilon)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -96,7 +96,7 @@ def rotary(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     angles = cos_BTD, sin_BTD
     if not _taken(x_BTHD, *angles) or cos_BTD.dtype != sin_BTD.dtype or any(x.requires_grad for x in angles):
         return reference.rotary(x_BTHD, cos_BTD, sin_BTD)
-    out: Tensor = _Rotary.apply(x_BTHD, cos_BTD.contiguous(), sin_BTD.contiguous())
+    out: Tensor = _Rotary.apply(x_BTHD, cos_BTD.contiguous(), sin_BTD.contiguous())  # type: ignore[no-untyped-call]
     return out
 
 
@@ -148,7 +148,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if not _taken(gate, up) or gate.dtype != up.dtype:
         return reference.swiglu(gate, up)
     assert gate.shape == up.shape
-    out: Tensor = _SwiGLU.apply(gate.contiguous(), up.contiguous())
+    out: Tensor = _SwiGLU.apply(gate.contiguous(), up.contiguous())  # type: ignore[no-untyped-call]
     return out
 
 

@@ -77,7 +77,7 @@ def logprob_entropy(
         raise ValueError(f"logprob_entropy: temperature is {temperature}, it must be positive")
     assert targets_T.shape == hidden_TH.shape[:1] and hidden_TH.shape[1] == weight_VH.shape[1]
     assert suitable(hidden_TH) and hidden_TH.dtype == weight_VH.dtype
-    logprobs_T, entropy_T = _LogprobEntropy.apply(
+    logprobs_T, entropy_T = _LogprobEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_TH.contiguous(), weight_VH.contiguous(), targets_T, temperature, forbidden_V
     )
     return logprobs_T, entropy_T

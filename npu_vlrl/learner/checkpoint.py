@@ -196,7 +196,7 @@ class Stored(Mapping[str, Tensor]):
 def _opened(file: Path) -> tuple[Any, dict[str, tuple[int, int]]]:
     """A file of tensors, and the rows of those that are in pieces."""
     opened = safe_open(file, "pt")
-    return opened, dict(json.loads((opened.metadata() or {}).get(ROWS, "{}")))
+    return opened, dict(json.loads((opened.metadata() or {}).get(ROWS, "{}")))  # type: ignore[no-untyped-call]
 
 
 def load(path: Path, ranks: Ranks | None = None) -> Checkpoint[Stored]:

@@ -75,7 +75,8 @@ class Critic:
         return step_or_skip(self.optimizer, self.optim.max_grad_norm, self.config.lr, skip, add)
 
     def _values(self, hidden_NH: Tensor) -> Tensor:
-        return self.head(hidden_NH.float())[:, 0]
+        values_N1: Tensor = self.head(hidden_NH.float())
+        return values_N1[:, 0]
 
 
 def backbone(policy: Policy) -> Policy:

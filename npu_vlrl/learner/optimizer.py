@@ -115,7 +115,7 @@ def _clip_divided(tensors: Sequence[Tensor], max_norm: float, add: Callable[[Ten
 def _give_master(weight: nn.Parameter) -> None:
     if not hasattr(weight, "master"):
         # as soon as a backward pass is done with a weight: 16 bits of gradient exist for one weight at a time
-        weight.register_post_accumulate_grad_hook(_widen_gradient)
+        weight.register_post_accumulate_grad_hook(_widen_gradient)  # type: ignore[no-untyped-call]
     weight.master = weight.detach().float().requires_grad_()  # type: ignore[attr-defined]
 
 

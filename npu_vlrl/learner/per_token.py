@@ -24,7 +24,7 @@ class PerToken:
 
     def add(self, batch: MicroBatch, values_RN: Tensor) -> None:
         """What a micro-batch found, in the order of its scored tokens. What is there of a sample already stays."""
-        own = values_RN.detach().split([self._lengths[name] for name in batch.sample_ids], dim=1)
+        own = torch.split(values_RN.detach(), [self._lengths[name] for name in batch.sample_ids], dim=1)
         self._parts = dict(zip(batch.sample_ids, own, strict=True)) | self._parts
 
     def gathered(self, ranks: Ranks) -> dict[str, np.ndarray]:

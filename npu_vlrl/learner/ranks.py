@@ -83,7 +83,7 @@ class Ranks:
         padded = rows.new_zeros(each, *rows.shape[1:])
         padded[: len(rows)] = rows
         whole = rows.new_empty(each * self.size, *rows.shape[1:])
-        dist.all_gather(list(whole.split(each)), padded, group=self.group)
+        dist.all_gather(list(torch.split(whole, each)), padded, group=self.group)
         return whole[:total]
 
     def gather_metrics(self, metrics: Sequence[Metrics]) -> list[Metrics]:
@@ -115,7 +115,7 @@ class Ranks:
             gradients = [tensor.grad for tensor in bucket if tensor.grad is not None]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, group=self.group)
-            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
 

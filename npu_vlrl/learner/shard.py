@@ -62,7 +62,8 @@ class ShardedPolicy(Policy):
         return self._dtype
 
     def gathered(self, work: Callable[[], Tensor]) -> Tensor:
-        return self._root(work)  # type: ignore[operator]  # it is a module, too
+        found: Tensor = self._root(work)  # type: ignore[operator]  # it is a module, too
+        return found
 
     def divide(self) -> None:
         self._root.reshard()

@@ -175,7 +175,7 @@ class Learner:
         for batch in self._in_turn(samples):
             logprobs_N, _ = self._score(batch, self.policy, self.vision, 1.0)
             loss = -logprobs_N.sum() / tokens
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         self.ranks.sum_gradients(self.optimizer)
         self._apply(lr)
@@ -215,17 +215,18 @@ class Learner:
             with torch.set_grad_enabled(learns):
                 hidden_NH = self._hidden(batch, self.policy, self.vision)
                 loss, new, finite_N = self._policy_loss(batch, hidden_NH, tokens, len(samples), version)
-            bad |= {batch.sample_ids[i] for i in batch.sample_N[~finite_N].unique().tolist()}
+            broken = batch.sample_N[~finite_N].unique().tolist()  # type: ignore[no-untyped-call]
+            bad |= {batch.sample_ids[i] for i in broken}
             total += loss.item()
             metrics.append(new)
             together = self.critic is not None and self.critic.shared
             if learns and not together:
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             if self.critic is not None:
                 value_loss, new = self.critic.loss(batch, hidden_NH, states)
                 critic_total += value_loss.item()
                 critic_metrics.append(new)
-                (loss + value_loss if learns and together else value_loss).backward()
+                (loss + value_loss if learns and together else value_loss).backward()  # type: ignore[no-untyped-call]
         metrics, critic_metrics = self.ranks.gather_metrics(metrics), self.ranks.gather_metrics(critic_metrics)
         if first:
             try:
@@ -336,7 +337,8 @@ class Learner:
                 nothing = (hidden + policy.head_weight[:0]).sum(1)
                 return nothing, nothing
             chunk = self.optim.logprob_chunk
-            return op("logprob_entropy")(hidden, policy.head_weight, targets, temperature, forbidden_V, chunk)
+            score: Callable[..., tuple[Tensor, Tensor]] = op("logprob_entropy")
+            return score(hidden, policy.head_weight, targets, temperature, forbidden_V, chunk)
 
         self.meter.head(policy, len(batch.target_ids_N))
 

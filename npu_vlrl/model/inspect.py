@@ -71,7 +71,7 @@ def model_files(folder: Path) -> dict[str, Path]:
 def quieten() -> None:
     """Turns off transformers' progress bars, and its warnings about what is refused here."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def inspect_folder(path: str | Path, whole: bool = True) -> Path:

@@ -55,7 +55,8 @@ class Policy:
     @property
     def head_weight(self) -> Tensor:
         """[V, hidden]"""
-        return self.base.lm_head.weight
+        weight: Tensor = self.base.lm_head.weight
+        return weight
 
     @property
     def device(self) -> torch.device:
@@ -115,11 +116,12 @@ class Policy:
             # index_copy, not a boolean mask: boolean index_put is unsafe on some accelerators
             embeds_TH = embeds_TH.index_copy(0, slots, rows[:, :hidden])
             if rows.shape[1] > hidden:
-                extra |= self.family.deep_inputs(seen_T, list(rows[:, hidden:].split(hidden, dim=1)))
+                extra |= self.family.deep_inputs(seen_T, list(torch.split(rows[:, hidden:], hidden, dim=1)))
         facts = self.family.vision
         positions = positions_3T[:, None] if facts is not None and facts.positions == "grid" else positions_3T[:1]
         output = self.text(inputs_embeds=embeds_TH[None], position_ids=positions, use_cache=False, **extra)
-        return output.last_hidden_state[0]
+        hidden_1TH: Tensor = output.last_hidden_state
+        return hidden_1TH[0]
 
     tower_is_divided = False
     """Whether the ranks that compute an update must all run the tower as soon as one does."""

@@ -51,4 +51,4 @@ def image_features(core: Any, family: Family, patches_PD: Tensor, grids: Sequenc
     parts = [output.pooler_output, *deep]
     rows = [part.flatten(0, -2) if isinstance(part, Tensor) else torch.cat(list(part)) for part in parts]
     merged = len(patches_PD) // len(rows[0])
-    return list(torch.cat(rows, dim=-1).split([math.prod(grid) // merged for grid in grids]))
+    return list(torch.split(torch.cat(rows, dim=-1), [math.prod(grid) // merged for grid in grids]))

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
@@ -20,6 +20,9 @@ from npu_vlrl.hardware import HardwareError, Platform
 from npu_vlrl.hardware.collective import keep_gloo_on_this_machine
 from npu_vlrl.network.channel import Channel, PeerError
 from npu_vlrl.network.messages import Hello, Peer, Welcome
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # `dist` has it, too, but not for type checkers
 
 __all__ = ["Channel", "Peer", "PeerError", "World", "is_engine", "join", "leave", "local_rank", "started_processes"]
 
@@ -229,7 +232,7 @@ def _check_launch() -> tuple[int, int, int]:
     return rank, size, local_size
 
 
-def _check_reachable(store: dist.Store, host: str, me: Peer, size: int) -> None:
+def _check_reachable(store: Store, host: str, me: Peer, size: int) -> None:
     """All call this. On some systems a machine's name is on itself an address of itself alone, such as 127.0.1.1.
 
     Raises HardwareError in every process when the learner would listen there, and another one is on another machine.
@@ -256,7 +259,7 @@ def _own_address(host: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     return family, address
 
 
-def _connect(store: dist.Store, host: str, me: Peer, timeout_s: float) -> Channel:
+def _connect(store: Store, host: str, me: Peer, timeout_s: float) -> Channel:
     learner = Peer(LEARNER, "learner", host, 0)
     try:
         port, token = store.get(ADDRESS_KEY).decode().split()
@@ -269,7 +272,7 @@ def _connect(store: dist.Store, host: str, me: Peer, timeout_s: float) -> Channe
     return channel
 
 
-def _accept(store: dist.Store, host: str, size: int, timeout_s: float, start_timeout_s: float) -> dict[int, Channel]:
+def _accept(store: Store, host: str, size: int, timeout_s: float, start_timeout_s: float) -> dict[int, Channel]:
     """The learner listens, on loopback unless engines are on other machines; a stranger does not know the token."""
     token = secrets.token_hex(16)
     channels: dict[int, Channel] = {}

@@ -144,7 +144,8 @@ def fingerprint(task: Task) -> str:
 
 
 def _pixels(record: Mapping[str, Any], patch_size: int) -> int:
-    grids = [image["grid"] for segment in record["turns"][0]["new_context"] for image in segment.get("images", ())]
+    context = record["turns"][0]["new_context"]
+    grids: list[list[int]] = [image["grid"] for segment in context for image in segment.get("images", ())]
     return sum(tiles * rows * columns for tiles, rows, columns in grids) * patch_size**2
 
 

@@ -42,7 +42,8 @@ def bootstrap_intervals(values: np.ndarray, seed: int, level: float = 0.95) -> n
     many = max(1, AT_ONCE // values.size)
     sizes = [min(many, RESAMPLES - done) for done in range(0, RESAMPLES, many)]
     means = np.concatenate([values[draw.integers(n, size=(size, n))].mean(1) for size in sizes])
-    return np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0).T
+    intervals: np.ndarray = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0).T
+    return intervals
 
 
 def mcnemar_exact(won: int, lost: int) -> float:
@@ -52,4 +53,5 @@ def mcnemar_exact(won: int, lost: int) -> float:
     """
     changes = won + lost
     tail = sum(math.comb(changes, i) for i in range(min(won, lost) + 1))
-    return min(1.0, 2 * tail / 2**changes)
+    splits: int = 2**changes
+    return min(1.0, 2 * tail / splits)

@@ -32,7 +32,8 @@ class Fact:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def size(self) -> int:

@@ -274,7 +274,7 @@ def count_optimizer_steps() -> RemovableHandle:
     Fused optimisers write without counting, and on some devices so do those that work on lists of tensors.
     """
 
-    def count(optimizer: Optimizer, arguments: tuple, options: dict) -> None:
+    def count(optimizer: Optimizer, arguments: tuple[object, ...], options: dict[str, object]) -> None:
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch.autograd.graph.increment_version(stepped)
 

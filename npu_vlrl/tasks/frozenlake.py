@@ -53,7 +53,7 @@ class FrozenLake:
 
     def act(self, action: str) -> Move:
         assert self._here in "SF", "the game is over"
-        self._env.step(self.actions.index(action))
+        self._env.step(self.actions.index(action))  # type: ignore[no-untyped-call]
         step, goal, hole = self._rewards
         solved, lost = self._here == "G", self._here == "H"
         terms = {"step": step, "goal": goal if solved else 0.0, "hole": hole if lost else 0.0}

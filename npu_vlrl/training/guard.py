@@ -58,4 +58,5 @@ def _with(engine: str, version: int) -> str:
 
 
 def _gap(sample: Sample, ours: dict[str, np.ndarray]) -> np.ndarray:
-    return np.abs(ours[sample.id] - np.asarray(sample.behaviour_logprobs))
+    gap_N: np.ndarray = np.abs(ours[sample.id] - np.asarray(sample.behaviour_logprobs))
+    return gap_N

@@ -5,10 +5,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from npu_vlrl.types import DataError
 from npu_vlrl.workflow.texts import described, flaw
+
+Result = TypeVar("Result")
 
 
 class UserCode:
@@ -22,7 +24,7 @@ class UserCode:
     def wrong(self, problem: str, remedy: str) -> DataError:
         return DataError(f"{self._spec}: {problem}; {remedy}")
 
-    def called(self, what: str, function: Callable[[], Any], *passed: type[Exception]) -> Any:
+    def called(self, what: str, function: Callable[[], Result], *passed: type[Exception]) -> Result:
         """Returns what `function` returns. Exceptions of the types `passed` are raised as they are."""
         try:
             return function()
@@ -31,7 +33,7 @@ class UserCode:
         except (Exception, SystemExit) as error:  # it is the user's code, and may raise anything
             raise self.raised(what, error) from error
 
-    async def awaited(self, what: str, function: Callable[[], Awaitable[Any]], *passed: type[Exception]) -> Any:
+    async def awaited(self, what: str, function: Callable[[], Awaitable[Result]], *passed: type[Exception]) -> Result:
         """Awaits `function`, as `called` calls it."""
         try:
             return await function()

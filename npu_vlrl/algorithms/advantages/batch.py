@@ -121,7 +121,8 @@ class AdvantageBatch:
         """int [K]: index of the last token of each trained turn among all scored tokens."""
         lengths = [len(s.segments[i]) for s in self.samples for i in s.scored]
         trained = np.array([i in s.trained for s in self.samples for i in s.scored], dtype=bool)
-        return (np.cumsum(lengths, dtype=np.int64) - 1)[trained]
+        ends_K: np.ndarray = (np.cumsum(lengths, dtype=np.int64) - 1)[trained]
+        return ends_K
 
     def _turn_and_sampled(self) -> tuple[np.ndarray, np.ndarray]:
         turn: list[int] = []

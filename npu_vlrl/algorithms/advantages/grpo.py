@@ -33,4 +33,5 @@ def grpo(rewards: np.ndarray, groups: Sequence[str], advantage_std: Literal["gro
         return values_S / (values_S.std(ddof=1) + EPSILON) if values_S.size > 1 else values_S
     squares_G = group_sum(values_S**2, centred.group_S, centred.size_G)
     std_G = np.sqrt(squares_G / np.maximum(centred.size_G - 1, 1))
-    return values_S / (std_G[centred.group_S] + EPSILON)
+    advantages_S: np.ndarray = values_S / (std_G[centred.group_S] + EPSILON)
+    return advantages_S

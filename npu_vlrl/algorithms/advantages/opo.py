@@ -19,4 +19,5 @@ def opo(rewards: np.ndarray, groups: Sequence[str], lengths: np.ndarray) -> np.n
     centred = centre(rewards, groups)
     weighted_G = group_sum(centred.values_S * lengths, centred.group_S, centred.size_G)
     total_G = group_sum(np.asarray(lengths, dtype=np.float64), centred.group_S, centred.size_G)
-    return centred.values_S - (weighted_G / np.maximum(total_G, 1))[centred.group_S]
+    advantages_S: np.ndarray = centred.values_S - (weighted_G / np.maximum(total_G, 1))[centred.group_S]
+    return advantages_S

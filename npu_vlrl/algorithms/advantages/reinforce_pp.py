@@ -32,4 +32,5 @@ def reinforce_pp_baseline(rewards: np.ndarray, groups: list[str], lengths: np.nd
     """
     centred_S = centre(rewards, groups).values_S
     tokens_N = whiten(np.repeat(centred_S, lengths))
-    return tokens_N[np.cumsum(lengths) - 1]
+    advantages_S: np.ndarray = tokens_N[np.cumsum(lengths) - 1]
+    return advantages_S

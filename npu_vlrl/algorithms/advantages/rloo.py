@@ -19,4 +19,5 @@ def rloo(rewards: np.ndarray, groups: Sequence[str]) -> np.ndarray:
     """
     centred = centre(rewards, groups)
     factor_G = centred.size_G / np.maximum(centred.size_G - 1, 1)
-    return centred.values_S * factor_G[centred.group_S]
+    advantages_S: np.ndarray = centred.values_S * factor_G[centred.group_S]
+    return advantages_S

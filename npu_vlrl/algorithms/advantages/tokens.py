@@ -67,7 +67,8 @@ def over(tokens: Tokens, mask_N: np.ndarray, estimator: Callable[[Tokens], Credi
 
 def changes(ids: np.ndarray) -> np.ndarray:
     """bool [n - 1]: whether the next entry is another one."""
-    return ids[1:] != ids[:-1]
+    changed: np.ndarray = ids[1:] != ids[:-1]
+    return changed
 
 
 def next_in_run(values: np.ndarray, run: np.ndarray) -> np.ndarray:
@@ -105,4 +106,5 @@ def whiten(values: np.ndarray) -> np.ndarray:
     """(values - mean) / sqrt(variance + 1e-8), with the unbiased variance. Values that are `equal` give exactly 0."""
     if values.size < 2 or equal(values.min(), values.max()):
         return np.zeros_like(values, dtype=np.float64)
-    return (values - values.mean()) / np.sqrt(values.var(ddof=1) + EPSILON)
+    whitened: np.ndarray = (values - values.mean()) / np.sqrt(values.var(ddof=1) + EPSILON)
+    return whitened

@@ -16,4 +16,5 @@ def turn_grpo(turns: Turns, turn_discount: float) -> np.ndarray:
     Both are (x - mean) / (std + 1e-6), and 0 for a group of one or of equal values.
     """
     peers = [f"{index}/{group}" for group, index in zip(turns.group_K, turns.index_K, strict=True)]
-    return grpo(turns.returns_to_go(turn_discount), peers) + turns.of_episodes(grpo)
+    advantages_K: np.ndarray = grpo(turns.returns_to_go(turn_discount), peers) + turns.of_episodes(grpo)
+    return advantages_K

@@ -40,4 +40,5 @@ class Turns:
         """What an estimator over episodes makes of their outcomes, each episode counted once; on every turn, [K]."""
         first = np.ones(len(self.episode_K), dtype=bool)
         first[1:] = changes(self.episode_K)
-        return estimator(self.outcomes_K[first], self.group_K[first].tolist())[first.cumsum() - 1]
+        found_K: np.ndarray = estimator(self.outcomes_K[first], self.group_K[first].tolist())[first.cumsum() - 1]
+        return found_K

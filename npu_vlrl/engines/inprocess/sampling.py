@@ -76,7 +76,7 @@ def draw(logprobs_BV: Tensor, uniforms_B: Tensor, greedy_B: Tensor) -> Tensor:
     First the block of ids is found, then the id in it: a running sum over all ids would cost more than all the rest.
     """
     n_ids = logprobs_BV.shape[1]
-    blocks_BNI = functional.pad(logprobs_BV.exp(), (0, -n_ids % BLOCK)).unflatten(1, (-1, BLOCK))
+    blocks_BNI = torch.unflatten(functional.pad(logprobs_BV.exp(), (0, -n_ids % BLOCK)), 1, (-1, BLOCK))
     upto_BN = blocks_BNI.sum(2).cumsum(1)
     points_B1 = _below(uniforms_B[:, None] * upto_BN[:, -1:], upto_BN[:, -1:])
     # where nothing is finite the searches end behind the last

@@ -39,7 +39,8 @@ def handle_of(bucket: Tensor) -> Handle:
     settled(bucket.device)
     if bucket.device.type == "cpu":
         return bucket.untyped_storage().filename, len(bucket)
-    return reductions.reduce_tensor(bucket)
+    handle: Handle = reductions.reduce_tensor(bucket)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def settled(device: torch.device) -> None:
@@ -54,4 +55,5 @@ def opened(handle: Handle) -> Tensor:
         return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
     rebuild, (*arguments,) = handle
     arguments[DEVICE_ARGUMENT] = 0
-    return rebuild(*arguments)
+    bucket: Tensor = rebuild(*arguments)
+    return bucket

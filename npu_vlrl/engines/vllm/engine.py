@@ -143,7 +143,7 @@ class VllmEngine(LocalEngine):
 
     def _share(self, cache_bytes: int, device_bytes: int) -> float:
         """Of a device's memory. vLLM begins only where it is free; vllm-ascend takes what is left of it as cache."""
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in self.policy.model.parameters())
+        weights: int = sum(tensor.numel() * tensor.element_size() for tensor in self.policy.model.parameters())
         return min(1.0, (cache_bytes + weights / max(self._workers, 1) + WORK_BYTES) / device_bytes)
 
     def sample(self, requests: Sequence[Request]) -> list[Outcome]:

@@ -71,7 +71,8 @@ def draw_angles(groups: Sequence[Group]) -> Figure | None:
 def later_half(angles: Angles) -> np.ndarray:
     """bool [episodes]: those of the second half of the recorded steps; all where there is one step only."""
     first, last = angles.step.min(), angles.step.max()
-    return angles.step >= (first + last) / 2
+    later: np.ndarray = angles.step >= (first + last) / 2
+    return later
 
 
 def bin_edges(angles: Angles) -> np.ndarray:
@@ -82,7 +83,8 @@ def bin_edges(angles: Angles) -> np.ndarray:
 
 def wrapped(degrees: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """The same angles, from the first edge to below the last one."""
-    return (degrees - edges[0]) % 360 + edges[0]
+    same: np.ndarray = (degrees - edges[0]) % 360 + edges[0]
+    return same
 
 
 def shares(degrees: np.ndarray, edges: np.ndarray) -> np.ndarray:
