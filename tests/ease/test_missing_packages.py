@@ -14,7 +14,7 @@ from tests.support.program import program
     ("package", "users", "words", "extra"),
     [
         ("matplotlib", "npu_vlrl.report.plots", ["plot", "RUN"], "plots"),
-        ("gymnasium", "npu_vlrl.workflow.environments.frozenlake", ["play", "--environment", "frozenlake"], "games"),
+        ("gymnasium", "npu_vlrl.tasks.frozenlake", ["play", "--environment", "frozenlake"], "games"),
     ],
 )
 def test_a_missing_package_is_one_sentence(
