@@ -23,7 +23,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 from npu_vlrl.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimConfig
 from npu_vlrl.learner import trainer
 from npu_vlrl.learner.trainer import Learner
-from npu_vlrl.model.families import FAMILIES
+from npu_vlrl.model.families import family_of_path
 from npu_vlrl.model.load import LoadedModel, load_model
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.vision import VisionFeatures
@@ -188,8 +188,10 @@ def with_advantage(sample: Sample, advantage: float) -> Sample:
 
 def plain_model(folder: Path) -> Any:
     """The model as any user of transformers gets it, with its own attention, masks and positions."""
-    family = AutoModelForCausalLM if FAMILIES[folder.name].vision is None else AutoModelForImageTextToText
-    return family.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    family = family_of_path(str(folder))
+    assert family is not None, f"{folder} holds no model"
+    made = AutoModelForCausalLM if family.vision is None else AutoModelForImageTextToText
+    return made.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
 
 
 def plain_logits(model: Any, loaded: LoadedModel, samples: Sequence[Sample]) -> list[Tensor]:
