@@ -146,7 +146,7 @@ class NpuPlatform(Accelerator):
         if dtype == "float32":  # aclnnFusedInferAttentionScore has none, and vllm-ascend nothing else
             yield (
                 f"{key} computes in 16 bits on NPUs, whose attention for inference takes no float32; set "
-                f"model.dtype=bfloat16, {remedy}"
+                "model.dtype=bfloat16, or rollout.engine=inprocess"
             )
         if sleep:
             yield from self._sleep_problems()
