@@ -6,7 +6,8 @@ import pytest
 
 from npu_vlrl.types import ToolCall
 from npu_vlrl.workflow.tools.forms import FORMS
-from npu_vlrl.workflow.tools.glm import MAX_CALLS, parse_glm_calls
+from npu_vlrl.workflow.tools.glm import parse_glm_calls
+from npu_vlrl.workflow.tools.hermes import MAX_CALLS
 
 CROP = (
     "<tool_call>crop\n<arg_key>box</arg_key>\n<arg_value>[0, 0, 10, 10]</arg_value>\n"

@@ -17,8 +17,7 @@ from typing import Any
 
 from npu_vlrl.types import ToolCall
 from npu_vlrl.workflow.texts import half_pair
-from npu_vlrl.workflow.thought import split_thought
-from npu_vlrl.workflow.tools.hermes import CLOSE, MAX_CALLS, OPEN, ParsedCalls, check_depth, read_json
+from npu_vlrl.workflow.tools.hermes import CLOSE, OPEN, ParsedCalls, check_depth, read_calls, read_json
 
 FORM = f"{OPEN}NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n{CLOSE}"
 
@@ -27,25 +26,10 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 
 def parse_glm_calls(text: str) -> ParsedCalls:
-    """Reads every `<tool_call>` of `text` outside of its thoughts; what is broken or cut off becomes an error. Reads at
-    most `MAX_CALLS` calls.
+    """Reads every `<tool_call>` of `text` outside of its thoughts; what is broken or cut off becomes an error. See
+    `read_calls`.
     """
-    calls: list[ToolCall] = []
-    errors: list[str] = []
-    outside = split_thought(text).blanked
-    position = outside.find(OPEN)
-    while position >= 0:
-        if len(calls) + len(errors) == MAX_CALLS:
-            errors.append(f"The tool calls after the first {MAX_CALLS} were not run: these are too many at once.")
-            break
-        position += len(OPEN)
-        try:
-            call, position = _read_call(text, position)
-            calls.append(call)
-        except (ValueError, RecursionError) as error:
-            errors.append(f"Tool call {len(calls) + len(errors) + 1} was not run: {error}. Write it as {FORM}")
-        position = outside.find(OPEN, position)
-    return ParsedCalls(tuple(calls), tuple(errors))
+    return read_calls(text, _read_call, FORM)
 
 
 def write_glm_call(name: str, arguments: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,15 @@ def parse_tool_calls(text: str) -> ParsedCalls:
     `arguments` may also be a string that holds a JSON object. Reads at most `MAX_CALLS` calls, so that no text takes
     long.
     """
+    return read_calls(text, _read_call, FORM)
+
+
+def read_calls(text: str, read_call: Callable[[str, int], tuple[ToolCall, int]], form: str) -> ParsedCalls:
+    """Reads the calls of any form between `OPEN` and `CLOSE`, outside of the text's thoughts and at most `MAX_CALLS`.
+
+    `read_call` takes the text and where a call begins behind `OPEN`; it returns the call and where it ends, or raises
+    ValueError with a reason for the model, which is told to write `form`.
+    """
     calls: list[ToolCall] = []
     errors: list[str] = []
     outside = split_thought(text).blanked
@@ -52,11 +61,11 @@ def parse_tool_calls(text: str) -> ParsedCalls:
             break
         position += len(OPEN)
         try:
-            call, position = _read_call(text, position)
+            call, position = read_call(text, position)
             calls.append(call)
         except (ValueError, RecursionError) as error:
             reason = "its JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            errors.append(f"Tool call {len(calls) + len(errors) + 1} was not run: {reason}. Write it as {FORM}")
+            errors.append(f"Tool call {len(calls) + len(errors) + 1} was not run: {reason}. Write it as {form}")
         position = outside.find(OPEN, position)
     return ParsedCalls(tuple(calls), tuple(errors))
 
