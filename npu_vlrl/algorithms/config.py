@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_type_hints
 
 from pydantic import Field, ValidationError, create_model, field_validator
@@ -164,12 +165,14 @@ class AlgorithmBase(Section):
             raise ConfigError(f"algorithm.{error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
     def _chosen(self, kind: str, name: str | None, component: type[C]) -> Chosen[C]:
-        """What a key names, with its options. Raises ConfigError for a user's file that cannot be used."""
+        """The component that a key of these resolved settings names, with its options. Raises ConfigError for a user's
+        file that cannot be used.
+        """
         assert name is not None, "the settings are resolved"
         found: Any = TABLES.get(kind, {}).get(name)
         if found is None:
             return own.load(component, f"algorithm.{kind}", name, getattr(self, f"{kind}_options"))
-        return Chosen(found, None if found.options is None else self.resolved()._options(found.options))
+        return Chosen(found, None if found.options is None else self._options(found.options))
 
     @property
     def kl(self) -> KL:
@@ -245,6 +248,7 @@ class AlgorithmBase(Section):
         return assign_advantages(samples, self.estimator, self.kl)
 
 
+@cache
 def option_keys() -> dict[str, tuple[Any, Any]]:
     """Type and field of each option of a built-in component, by its key in the configuration."""
     classes = [component.options for table in TABLES.values() for component in table.values()]
