@@ -6,6 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from npu_vlrl.config import Config
@@ -26,6 +27,22 @@ class Placement(Enum):
     """One that only samples."""
 
 
+@dataclass(frozen=True)
+class EngineProcess:
+    """What a process has for its engine."""
+
+    config: Config
+    platform: Platform
+    device: int
+    """Number of its device on this machine, the first where the engine takes several."""
+    loaded: LoadedModel
+    vision: VisionFeatures | None
+    """None where `EngineKind.has_own_weights`, in a process that only samples."""
+    placement: Placement
+    cleanup: ExitStack
+    """Ends what the engine holds."""
+
+
 class EngineKind(ABC):
     """How engines of one kind are checked and made."""
 
@@ -44,21 +61,8 @@ class EngineKind(ABC):
         """Imports what the engine needs. Raises ConfigError where it is not installed."""
 
     @abstractmethod
-    def new(
-        self,
-        config: Config,
-        platform: Platform,
-        device: int,
-        loaded: LoadedModel,
-        vision: VisionFeatures | None,
-        placement: Placement,
-        cleanup: ExitStack,
-    ) -> LocalEngine:
-        """An engine on the device of this number on this machine, or from it on where it takes several; what it holds
-        ends with `cleanup`. `vision` is None where `has_own_weights`, in a process that only samples.
-
-        Raises ConfigError, ValueError or OSError where it cannot be made.
-        """
+    def new(self, process: EngineProcess) -> LocalEngine:
+        """Makes the engine of a process. Raises ConfigError, ValueError or OSError where it cannot be made."""
 
 
 def engine_kind(name: str) -> EngineKind:

@@ -20,7 +20,7 @@ from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.engines import remote
 from npu_vlrl.engines.asynchronous import AsyncEngine
 from npu_vlrl.engines.base import RoundEngine
-from npu_vlrl.engines.kind import Placement, engine_kind
+from npu_vlrl.engines.kind import EngineProcess, Placement, engine_kind
 from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.engines.serve import HandlerFactory, serve, weights_by_transfer, weights_from_disk
 from npu_vlrl.hardware import Platform, select
@@ -190,9 +190,8 @@ def engine_of_learner(
     config: Config, platform: Platform, world: World, loaded: LoadedModel, vision: VisionFeatures, cleanup: ExitStack
 ) -> LocalEngine:
     """The engine of one of several learners. One that does not sample has one for its probe and its features only."""
-    if not world.all_learn:
-        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "inprocess"})})
-    return local_engine(config, platform, loaded, vision, Placement.LEARNER, cleanup)
+    name = None if world.all_learn else "inprocess"
+    return local_engine(config, platform, loaded, vision, Placement.LEARNER, cleanup, name)
 
 
 def local_engine(
@@ -202,11 +201,15 @@ def local_engine(
     vision: VisionFeatures | None,
     placement: Placement,
     cleanup: ExitStack,
+    name: str | None = None,
 ) -> LocalEngine:
-    """The engine of this process; it ends with `cleanup`. See `EngineKind.new`. Raises ConfigError."""
-    name = config.rollout.engine
+    """The engine of this process, of the kind that `rollout.engine` names unless `name` does. It ends with `cleanup`.
+    Raises ConfigError.
+    """
+    name = name or config.rollout.engine
+    process = EngineProcess(config, platform, device_number(config), loaded, vision, placement, cleanup)
     with config_errors(f"rollout.engine={name}"):
-        return engine_kind(name).new(config, platform, device_number(config), loaded, vision, placement, cleanup)
+        return engine_kind(name).new(process)
 
 
 def learning_ranks(world: World | None) -> Ranks:

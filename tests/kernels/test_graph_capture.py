@@ -11,7 +11,7 @@ import torch
 
 from npu_vlrl.config import load_config
 from npu_vlrl.engines.inprocess.kind import InProcess
-from npu_vlrl.engines.kind import Placement
+from npu_vlrl.engines.kind import EngineProcess, Placement
 from npu_vlrl.hardware.base import GraphCapture
 from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.kernels.graph_capture import can_capture
@@ -52,6 +52,7 @@ def test_the_engine_asks(capture: GraphCapture, used: bool) -> None:
     loaded, machine = load(tiny_folder("qwen3")), Machine(capture)
     vision = VisionFeatures(loaded.policy, loaded.processor, 2**20)
     config = load_config("configs/photo_tiny.yaml", [])
-    engine: Any = InProcess().new(config, machine, 0, loaded, vision, Placement.ONLY, ExitStack())
+    process = EngineProcess(config, machine, 0, loaded, vision, Placement.ONLY, ExitStack())
+    engine: Any = InProcess().new(process)
     made: Callable[[], GraphCapture | None] = engine.new_capture
     assert (made() is capture) is used and (made() is None) is not used

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 from npu_vlrl.config import Config
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
-from npu_vlrl.engines.kind import EngineKind, Placement
+from npu_vlrl.engines.kind import EngineKind, EngineProcess
 from npu_vlrl.hardware import Platform
 from npu_vlrl.kernels.graph_capture import can_capture
-from npu_vlrl.model.load import LoadedModel
-from npu_vlrl.model.vision import VisionFeatures
 
 
 class InProcess(EngineKind):
@@ -24,21 +21,12 @@ class InProcess(EngineKind):
                 "out"
             )
 
-    def new(
-        self,
-        config: Config,
-        platform: Platform,
-        device: int,
-        loaded: LoadedModel,
-        vision: VisionFeatures | None,
-        placement: Placement,
-        cleanup: ExitStack,
-    ) -> InProcessEngine:
-        assert vision is not None
-        policy = loaded.policy
+    def new(self, process: EngineProcess) -> InProcessEngine:
+        config, platform, policy = process.config, process.platform, process.loaded.policy
+        assert process.vision is not None
         record = config.rollout.graphs and can_capture(platform, policy.device, policy.dtype)
         new_capture = platform.graph_capture if record else lambda: None
-        return InProcessEngine(policy, vision, config.rollout.cache_mib * 2**20, new_capture)
+        return InProcessEngine(policy, process.vision, config.rollout.cache_mib * 2**20, new_capture)
 
 
 KIND = InProcess()

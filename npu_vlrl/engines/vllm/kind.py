@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 from npu_vlrl.config import Config
-from npu_vlrl.engines.kind import EngineKind, Placement
+from npu_vlrl.engines.kind import EngineKind, EngineProcess, Placement
 from npu_vlrl.engines.vllm.engine import VllmEngine, import_vllm
 from npu_vlrl.hardware import Platform
 from npu_vlrl.model.families import family_of_path
-from npu_vlrl.model.load import LoadedModel
-from npu_vlrl.model.vision import VisionFeatures
 
 
 class Vllm(EngineKind):
@@ -43,18 +40,10 @@ class Vllm(EngineKind):
     def prepare(self) -> None:
         import_vllm()
 
-    def new(
-        self,
-        config: Config,
-        platform: Platform,
-        device: int,
-        loaded: LoadedModel,
-        vision: VisionFeatures | None,
-        placement: Placement,
-        cleanup: ExitStack,
-    ) -> VllmEngine:
+    def new(self, process: EngineProcess) -> VllmEngine:
+        config, platform, device, loaded = process.config, process.platform, process.device, process.loaded
         memory = platform.memory(device)
-        workers = _workers(placement, config.rollout.tensor_parallel)
+        workers = _workers(process.placement, config.rollout.tensor_parallel)
         if workers and platform.visible_devices_variable is not None:
             own = [platform.physical_id(device + number) for number in range(workers)]
             os.environ[platform.visible_devices_variable] = ",".join(own)  # workers see this process's devices only
@@ -71,7 +60,7 @@ class Vllm(EngineKind):
             sleeps=config.rollout.sleep,
             device_bytes=None if memory is None else memory.total,
         )
-        cleanup.callback(engine.close)
+        process.cleanup.callback(engine.close)
         return engine
 
 
