@@ -22,7 +22,7 @@ LOSS_TOLERANCE = 1e-3
 
 
 class Bits(Message):
-    """What an engine holds after an update."""
+    """Checksums of the weights that an engine holds after an update."""
 
     sums: list[int]
 

@@ -1,4 +1,4 @@
-"""How tokens become one number: a weight for each token, so that the loss is a plain sum of weight · loss.
+"""Aggregation of the losses of tokens: a weight for each token, so that the loss is a plain sum of weight · loss.
 
 The weights hold *global* counts. Sums over micro-batches and ranks therefore add up to the loss of the whole batch,
 however it was split, and nothing is averaged twice.

@@ -21,7 +21,7 @@ FIXED = "fixed"
 there until a preset or the component fills them."""
 
 SCORES = ("proximal_N", "reference_N", "values_N")
-"""What a component may need of the learner before an update, see `types.Scores`."""
+"""Names of the `types.Scores` that a component may need of the learner before an update."""
 
 
 class Options(Section):

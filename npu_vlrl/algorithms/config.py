@@ -36,7 +36,7 @@ TABLES: dict[str, Mapping[str, Component]] = {
 ALWAYS: tuple[type[Options], ...] = (KL, Entropy, Selection)
 """Options of components that every algorithm has."""
 UNLESS_GIVEN = {"loss": "ppo", "aggregation": "token-mean", "loss_mask": True}
-"""What is chosen where neither the configuration nor the preset does."""
+"""Defaults where neither the configuration nor the preset chooses."""
 
 if TYPE_CHECKING:
     PresetName = str
@@ -62,13 +62,13 @@ class AlgorithmBase(Section):
     advantage_options: dict[str, Any] = {}
     """Options of an estimator from a file of your own."""
     loss: LossName | OwnFile | None = None
-    """What a token contributes, or `path/to/file.py:function`, see docs/losses.md."""
+    """The loss of a token, or `path/to/file.py:function`, see docs/losses.md."""
     loss_options: dict[str, Any] = {}
     """Options of a loss from a file of your own."""
     loss_mask: bool | None = None
     """Trains on the sampled tokens alone (VAGEN's M^loss), not on the observations between them."""
     aggregation: AggregationName | None = None
-    """How the losses of tokens become one number, see docs/losses.md."""
+    """The sum that makes one number of the losses of tokens, see docs/losses.md."""
     correction: CorrectionName = OFF
     """Weighs tokens by learner over engine probability: capped (`tis`), or left out beyond the bounds (`icepop`)."""
     group_reward: OwnFile | None = None
@@ -189,7 +189,7 @@ class AlgorithmBase(Section):
 
     @property
     def weights(self) -> Chosen[Component]:
-        """What makes the weights of tokens, see `aggregation.token_weights`."""
+        """The component that weights tokens, see `aggregation.token_weights`."""
         here = self.resolved()
         return here._chosen("aggregation", here.aggregation, Component)
 

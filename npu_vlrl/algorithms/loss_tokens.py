@@ -1,4 +1,4 @@
-"""What the losses of the policy share: the tokens and their log-probabilities, and ratios that stay finite."""
+"""Shared parts of the policy losses: the tokens and their log-probabilities, and ratios that stay finite."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LossTokens:
 
     @property
     def anchor_N(self) -> Tensor:
-        """What a ratio compares the policy with: the learner's own log-probability where there is one."""
+        """Denominator of the ratio: the learner's own log-probability where there is one."""
         return self.behaviour_N if self.proximal_N is None else self.proximal_N
 
 

@@ -83,7 +83,7 @@ def policy_loss(
 def _distances(
     tokens: LossTokens, reference_N: Tensor | None, sampled_N: Tensor | None, current_N: Tensor | None
 ) -> Metrics:
-    """How far the policy is from the engine, from its anchor, and from the reference."""
+    """Distances of the policy from the engine, from its anchor, and from the reference."""
     gap_N = (tokens.logprobs_N - tokens.behaviour_N).abs()
     counts = {"gap_tokens": sampled_N, "gap_max_tokens": current_N}
     metrics = {

@@ -77,7 +77,7 @@ def _read(path: str | Path) -> dict[str, Any]:
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """What a later file, or the overrides, make of the earlier ones."""
+    """Merges a later file, or the overrides, into the earlier ones."""
     kept = copy.deepcopy(below)
     _drop_options(kept, above)
     merged: dict[str, Any] = _merged(kept, above)

@@ -133,7 +133,7 @@ class WorkflowConfig(Section):
     name: str = "vision_multiturn"
     """`vision_multiturn`, or `path/to/file.py:Class` of your own, see docs/environments.md."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of a workflow of your own."""
+    """Options of a workflow of your own."""
     max_turns: Count = 3
     """Turns of the policy in an episode; a tool call is a turn."""
     turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -192,7 +192,7 @@ class EnvironmentConfig(Section):
     name: str = "visual_qa"
     """`visual_qa`, a registered game, or `path/to/file.py:function` that makes a game or an environment."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of the game or environment itself."""
+    """Options of the game or environment itself."""
     format: Literal["no_think", "free_think", "grounding", "worldmodeling", "grounding_worldmodeling"] = "free_think"
     """Form of an answer, see docs/environments.md."""
     answer_tag: Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")] = "answer"

@@ -29,7 +29,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """What a process has for its engine."""
+    """The parts of a process that its engine is made of."""
 
     config: Config
     platform: Platform
@@ -44,7 +44,7 @@ class EngineProcess:
 
 
 class EngineKind(ABC):
-    """How engines of one kind are checked and made."""
+    """Checks a configuration for engines of one kind, and makes them."""
 
     has_own_weights: bool
     """The engine loads the model itself: in an engine process it needs the policy on the device `meta` only, and beside

@@ -85,7 +85,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answers(Message):
-    """What became of each request of a round, in order."""
+    """The outcomes of a round, one for each request, in order."""
 
     entries: list[Generated | Refused | Broken]
     token_ids: bytes

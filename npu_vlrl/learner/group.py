@@ -67,7 +67,7 @@ class LearnerGroup:
         self._channels = [world.channel(rank) for rank in world.learners if rank != LEARNER] if world else []
         self._writer = SampleWriter()
         self._answers: dict[int, Done] = {}
-        """Of each other rank, after the last work."""
+        """The answer of each other rank to the last work."""
         self.own = self._together(BeginLearning(), new)
         self._compare("begin")
 

@@ -115,7 +115,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 Work = BeginLearning | Score | Logprobs | Step | Supervise | Forget | Save | Load
-"""What a learner is asked to do: a method of `Learner`, and its arguments."""
+"""A request to a learner: a method of `Learner`, and its arguments."""
 
 
 class Learn(Message):
@@ -141,7 +141,7 @@ class SampleWriter:
         self._images = ImageWriter()
 
     def pack(self, samples: Sequence[Sample]) -> Samples:
-        """What `SampleReader.unpack` reads back, bit by bit."""
+        """Packs samples so that `SampleReader.unpack` reads them back bit by bit."""
         segments = list({id(segment): segment for sample in samples for segment in sample.segments}.values())
         numbers = {id(segment): number for number, segment in enumerate(segments)}
         images: dict[ImageInput, int] = {}

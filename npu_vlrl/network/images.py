@@ -80,7 +80,7 @@ class ImageReader:
         self._held: dict[str, Image] = {}
 
     def unpack(self, images: Images) -> list[ImageInput]:
-        """What `ImageWriter.pack` was given. Raises ValueError when an image is not the one that its hash names."""
+        """The images that were packed. Raises ValueError when one is not the image that its hash names."""
         arriving = iter(images.pixels)
         for name in images.dropped:
             del self._held[name]

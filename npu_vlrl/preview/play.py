@@ -265,7 +265,7 @@ def _listed(terms: Mapping[str, float]) -> str:
 
 
 def _form(config: Config) -> ToolForm:
-    """How the configured model writes calls of tools."""
+    """The form in which the configured model writes tool calls."""
     family = family_of_path(config.model.path)
     return HERMES if family is None else FORMS[family.chat.tool_calls]
 

@@ -1,1 +1,1 @@
-"""What a run is made of: its parts and processes, evaluations, the warm start, the guard, Ctrl-C."""
+"""The parts of a run and its processes, evaluations, the warm start, the guard, Ctrl-C."""

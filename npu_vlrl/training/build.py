@@ -141,7 +141,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
 
 @dataclass(frozen=True)
 class EpisodeParts:
-    """What a workflow is made of; see `workflow.base.Workflow`."""
+    """Arguments of a workflow; see `workflow.base.Workflow`."""
 
     renderer: Renderer
     new_environment: Callable[[], Environment]

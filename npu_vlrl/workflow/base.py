@@ -11,7 +11,7 @@ from npu_vlrl.types import EngineSession, SamplingParams, Task, Trajectory
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the turns of a rollout are drawn; each turn has its own seed."""
+    """Sampling settings of the turns of a rollout; each turn has its own seed."""
 
     temperature: float = 1.0
     top_p: float = 1.0

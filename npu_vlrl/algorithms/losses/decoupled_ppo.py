@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DecoupledOptions(SurrogateOptions, CapOptions):
-    """Those of the surrogate, and the cap of the weight."""
+    """Options of the surrogate, and the cap of the weight."""
 
 
 @loss(DecoupledOptions, needs=("proximal_N",), ratio=True, corrects=True)

@@ -12,7 +12,7 @@ from npu_vlrl.model.families.base import CHATML, ChatFormat, Family, TowerShape,
 __all__ = ["CHATML", "FAMILIES", "TINY", "ChatFormat", "Family", "TowerShape", "VisionFacts", "family_of_path"]
 
 TINY = "tiny:"
-"""What `model.path` begins with for a model of random weights; a model type follows."""
+"""Prefix of `model.path` for a model of random weights; a model type follows."""
 
 
 def _found() -> dict[str, Family]:

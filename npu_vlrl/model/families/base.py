@@ -31,9 +31,9 @@ class ChatFormat:
     end_of_turn: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>")
     """Sampled, they end a turn. The first one must be there, and scripted turns end by it."""
     closing: str = "<|im_end|>"
-    """What the chat template writes behind each turn."""
+    """The text that the chat template writes behind each turn."""
     spoken_ends: frozenset[str] = frozenset()
-    """Those of `end_of_turn` that belong to the answer, such as `</answer>`."""
+    """The ends of a turn that belong to the answer, such as `</answer>`."""
     image: str = "<|image_pad|>"
     """Placeholder of a token of a picture; the template writes one a picture."""
     video: str = "<|video_pad|>"
@@ -42,7 +42,7 @@ class ChatFormat:
     frames_images: bool = False
     """`image_start` and `image_end` are written with the placeholders, instead of by the template."""
     tool_calls: str = "hermes"
-    """How the model writes a call of a tool: a key of `workflow.tools.forms.FORMS`."""
+    """The form of a tool call: a key of `workflow.tools.forms.FORMS`."""
 
 
 CHATML = ChatFormat()
@@ -72,7 +72,7 @@ class TowerShape:
 
 @dataclass(frozen=True)
 class VisionFacts:
-    """How a family sees. Names of modules are relative to the model with its head."""
+    """Facts about the vision of a family. Names of modules are relative to the model with its head."""
 
     roots: tuple[str, ...] = ("model.visual",)
     """The tower, and its projector where that is outside of it: all that `model.freeze_vision` freezes."""
@@ -86,7 +86,7 @@ class VisionFacts:
     token_side: int = 28
     """Pixels along the side of a token, in published models."""
     position_scale: int | None = None
-    """What the model writes for the right and the lower border of any picture; None: pixels of the resized picture."""
+    """The number that stands for the right and the lower border of any image; None: pixels of the resized picture."""
     positions: str = "grid"
     """`grid`: tokens of a picture have rotary positions by time, row and column (M-RoPE, arXiv 2409.12191, section
     2.1); `line`: they are counted like text."""
@@ -141,7 +141,7 @@ class Family:
     vllm: bool = False
     """Whether sampling with vLLM was compared with the learner."""
     published: tuple[tuple[str, str], ...] = ()
-    """How names of weights begin in published files, and in transformers' modules."""
+    """Prefixes of weight names in published files, and in transformers' modules."""
     megatron: bool = False
     """Whether Megatron-core's names of its weights are known."""
 

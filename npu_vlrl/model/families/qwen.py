@@ -1,4 +1,4 @@
-"""What the families of Qwen share: their control tokens, and the positions of their vision-language models."""
+"""Shared facts of the Qwen families: their control tokens, and the positions of their vision-language models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tiny models of several families have in common: sizes, and the settings of image processors."""
+"""Shared settings of the tiny models of several families: sizes, and the settings of image processors."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from npu_vlrl.workflow.texts import shown, told
 from npu_vlrl.workflow.user_code import UserCode
 
 ENDS = (EpisodeStatus.SOLVED, EpisodeStatus.LOST, EpisodeStatus.TRUNCATED, EpisodeStatus.STOPPED)
-"""How an environment of the user's own may end an episode."""
+"""Statuses by which a user's environment may end an episode."""
 
 MESSAGE = 'give a list of messages such as Message("user", (image, "text"))'
 

@@ -1,4 +1,4 @@
-"""How models write calls of tools, by the names that families of models use."""
+"""Forms of tool calls, by the names that model families use."""
 
 from __future__ import annotations
 
