@@ -114,10 +114,11 @@ def _joined(part: Generation, rest: Generation) -> Generation:
 
 
 def _joined_routes(part: Generation, rest: Generation) -> np.ndarray | None:
-    """Those of the tokens of `part` stay; of the rest, which may have computed all anew, the new ones follow."""
+    """Routes of `rest`, and of the tokens of `part` that it did not compute again."""
     if part.routes is None or rest.routes is None:
         return part.routes if rest.routes is None else rest.routes
-    return np.concatenate([part.routes, rest.routes[len(rest.routes) - len(rest.token_ids) :]])
+    again = len(rest.routes) - len(rest.token_ids)
+    return np.concatenate([part.routes[: max(0, len(part.routes) - again)], rest.routes])
 
 
 class RoundEngine(ABC):
