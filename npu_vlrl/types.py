@@ -199,13 +199,7 @@ class Segment:
     def __post_init__(self, special: SpecialTokens) -> None:
         if self.kind is SegmentKind.ACTION:
             self._check_action(special)
-        elif (
-            self.logprobs
-            or self.weight_versions
-            or self.stop_reason is not None
-            or self.reward
-            or self.routes is not None
-        ):
+        elif self.logprobs or self.weight_versions or self.stop_reason or self.reward or self.routes is not None:
             raise ValueError(f"a {self.kind} segment carries no logprobs, versions, stop reason, reward or routes")
         expected = sum(image.n_tokens for image in self.images)
         placeholders = special.placeholders
