@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from tests.support.episodes import Stage
 from tests.support.models import KINDS, is_vision, tiny_folder
 from tests.support.rounds import LOOKS, continued, generate_all, params, prompt, run
 
+MIXTURE = "qwen3_vl_moe"
 PRECISION = {"float32": 1e-4, "bfloat16": 0.15}
 """Nats between two computations of a log-probability; those of the tiny models are as far apart as 8 bits make them."""
 
@@ -54,7 +56,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, MIXTURE])
 def test_recorded_steps_give_what_launched_ones_give(kind: str) -> None:
     answers: list[list[Generation]] = []
     for record in (True, False):
@@ -63,6 +65,9 @@ def test_recorded_steps_give_what_launched_ones_give(kind: str) -> None:
     for ours, theirs in zip(*answers, strict=True):
         assert ours.token_ids == theirs.token_ids and ours.stop_reason is theirs.stop_reason
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert (ours.routes is not None) is (kind == MIXTURE)
+        if ours.routes is not None and theirs.routes is not None:
+            assert np.array_equal(np.sort(ours.routes), np.sort(theirs.routes))
 
 
 def test_on_the_gpu_as_on_the_cpu() -> None:
