@@ -74,6 +74,11 @@ def routers(model: Any, family: Family) -> list[nn.Module]:
     return [layer.get_submodule(path) for layer, path in _layers_with_router(model, family)]
 
 
+def expert_layers(model: Any, family: Family) -> list[nn.Module]:
+    """The mixtures of a model, routers included, in the order of its layers."""
+    return [layer.get_submodule(path.rpartition(".")[0]) for layer, path in _layers_with_router(model, family)]
+
+
 def _layers_with_router(model: Any, family: Family) -> Iterator[tuple[nn.Module, str]]:
     if family.mixture is not None:
         path = family.mixture.router
