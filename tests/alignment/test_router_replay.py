@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
+from npu_vlrl.kernels import modules
 from npu_vlrl.learner.pack import MicroBatch
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.types import Sample
@@ -202,6 +203,15 @@ def test_the_gradients_are_those_of_the_same_experts() -> None:
         own["model.language_model.layers.0.mlp.experts.down_proj"],
         rtol=1e-2,
     )
+
+
+def test_devices_without_grouped_products_multiply_experts_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = played(Stage(loaded(tiny_folder(KIND))))
+    monkeypatch.setattr(modules, "GROUPED", ())
+    stage = Stage(load(tiny_folder(KIND)))
+    assert stage.policy.text.config._experts_implementation == "eager"
+    assert loaded(tiny_folder(KIND)).policy.text.config._experts_implementation != "eager"
+    assert largest_gap(learner_logprobs(stage.policy, stage.vision, samples), engine_logprobs(samples)) < TOLERANCE
 
 
 def test_an_engine_that_does_not_record_says_nothing() -> None:
