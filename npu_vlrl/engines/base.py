@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from npu_vlrl.types import Generation, ImageInput, SamplingParams, Segment, StopReason
 
 
@@ -107,7 +109,16 @@ def _joined(part: Generation, rest: Generation) -> Generation:
         part.logprobs + rest.logprobs,
         part.weight_versions + rest.weight_versions,
         rest.stop_reason,
+        _joined_routes(part, rest),
     )
+
+
+def _joined_routes(part: Generation, rest: Generation) -> np.ndarray | None:
+    """Routes of `rest`, and of the tokens of `part` that it did not compute again."""
+    if part.routes is None or rest.routes is None:
+        return part.routes if rest.routes is None else rest.routes
+    again = len(rest.routes) - len(rest.token_ids)
+    return np.concatenate([part.routes[: max(0, len(part.routes) - again)], rest.routes])
 
 
 class RoundEngine(ABC):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
+from torch import Tensor, nn
 
 from npu_vlrl.hardware import Platform
 from npu_vlrl.hardware.base import GraphCapture
@@ -26,18 +27,29 @@ TOLERANCE = 0.02
 @lru_cache
 def can_capture(platform: Platform, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the platform records, and the selected attention is replayed rightly. Says so once where it is not."""
+    return _captures(platform, "the attention of decoding", partial(_gap, device=device, dtype=dtype))
+
+
+def can_capture_experts(platform: Platform, experts: nn.Module, x_BTH: Tensor) -> bool:
+    """Whether the platform captures a layer's mixture of experts, and replays it rightly for other tokens [B, T,
+    hidden] than those of the capture. Says so where it is not: products over groups of rows may wait for the device.
+    """
+    return _captures(platform, "a mixture of experts", partial(_gap_of_experts, experts=experts, x_BTH=x_BTH))
+
+
+def _captures(platform: Platform, what: str, gap_of: Callable[[GraphCapture], float]) -> bool:
     capture = platform.graph_capture()
     if capture is None:
         return False
     try:
-        gap = _gap(capture, device, dtype)
+        gap = gap_of(capture)
         problem = None if gap <= TOLERANCE else f"a replay of it is {gap:.1e} off"
     except RuntimeError as error:
         problem = (str(error).strip() or type(error).__name__).splitlines()[0]
     if problem:
         print(
-            f"npu-vlrl: {platform.name} does not record the attention of decoding ({problem}); every step is launched "
-            "anew, which is slower and as right. rollout.graphs=false does not try",
+            f"npu-vlrl: {platform.name} does not record {what} ({problem}); every step is launched anew, which is "
+            "slower and as right. rollout.graphs=false does not try",
             file=sys.stderr,
         )
     return problem is None
@@ -68,3 +80,19 @@ def _gap(capture: GraphCapture, device: torch.device, dtype: torch.dtype) -> flo
     lengths.copy_(torch.tensor([3, 100], dtype=torch.int32))
     replay()
     return (found - attention(q, keys, values, rows, WIDTH**-0.5)).abs().max().item()
+
+
+@torch.no_grad()
+def _gap_of_experts(capture: GraphCapture, experts: nn.Module, x_BTH: Tensor) -> float:
+    """The largest difference, relative to the largest entry; not a number where there is one."""
+    now = torch.zeros_like(x_BTH)
+    found = torch.zeros_like(x_BTH)
+
+    def step() -> None:
+        found.copy_(experts(now))
+
+    replay = capture(step)
+    now.copy_(x_BTH)
+    replay()
+    expected = experts(x_BTH)
+    return float((found - expected).abs().max() / expected.abs().max())

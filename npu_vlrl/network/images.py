@@ -13,7 +13,7 @@ from npu_vlrl.types import Image, ImageInput
 CACHE_BYTES = 2**28
 """Pixels that a reader keeps for later messages."""
 
-INTEGERS, FLOATS = np.dtype("<i8"), np.dtype("<f8")
+INTEGERS, FLOATS, ROUTES = np.dtype("<i8"), np.dtype("<f8"), np.dtype("<i2")
 
 
 class ImageEntry(msgspec.Struct, frozen=True):
@@ -93,6 +93,6 @@ class ImageReader:
         return [ImageInput(self._held[entry.hash], entry.grid, entry.n_tokens) for entry in images.entries]
 
 
-def as_bytes(values: Sequence[float], dtype: np.dtype) -> bytes:
-    """Numbers of a message, bit by bit: `INTEGERS` or `FLOATS`."""
+def as_bytes(values: Sequence[float] | np.ndarray, dtype: np.dtype) -> bytes:
+    """Numbers of a message, bit by bit: `INTEGERS`, `FLOATS` or `ROUTES`."""
     return np.array(values, dtype).tobytes()

@@ -49,7 +49,7 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_KEYWORDS = {"trust_remote_code", "allow_pickle"}
 
 MAX_LINES = 400
-LONGER = {"types.py": 560}
+LONGER = {"types.py": 580}
 """The vocabulary of the whole system stays in one file."""
 
 Rule = Callable[[Path], Iterator[str]]
