@@ -1,4 +1,4 @@
-"""Trajectories as they were: what `run_folder.py` wrote, read back."""
+"""Reads trajectories back that `run_folder.py` wrote."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from npu_vlrl.types import (
 )
 
 TRAINED = re.compile(r"(step\d+\.\d+|task\d+)/")
-"""How the names of groups begin that were played to learn from; those of evaluations begin otherwise."""
+"""Pattern of the names of groups that were played for training; those of evaluations begin otherwise."""
 
 
 class Recorded:
-    """The records of a run folder. Raises DataError when it has none."""
+    """Records of a run folder. Raises DataError when it has none."""
 
     def __init__(self, run: Path, special: SpecialTokens, merge_size: int) -> None:
         self._file, self._pictures = run / "trajectories.jsonl", run / "images"
@@ -46,7 +46,7 @@ class Recorded:
             )
 
     def steps(self) -> Iterator[tuple[int, list[list[Trajectory]]]]:
-        """The groups of each step that were played to learn from, in the order in which they were played.
+        """Groups of each step that were played for training, in the order in which they were played.
 
         Raises DataError for a line that is no record of a trajectory, or whose tokens are not those of this model.
         """

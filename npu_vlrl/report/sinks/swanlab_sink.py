@@ -1,4 +1,4 @@
-"""SwanLab. SWANLAB_MODE says where to: `online` (its default), `offline` or `local`, both in the run folder."""
+"""Sink for SwanLab. SWANLAB_MODE selects `online` (its default), or `offline` or `local`, both in the run folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROJECT = "npu_vlrl"
 
 
 class SwanLabSink:
-    """See `Sink`."""
+    """Sink for SwanLab, see `Sink`."""
 
     def __init__(self, opening: Opening) -> None:
         folder = opening.folder / "swanlab"

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the folder `tensorboard` of the run."""
+"""Sink for TensorBoard: event files in the folder `tensorboard` of the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_vlrl.report.sinks.sinks import Opening, Picture
 
 
 class TensorBoardSink:
-    """See `Sink`."""
+    """Sink for TensorBoard, see `Sink`."""
 
     def __init__(self, opening: Opening) -> None:
         # a reader forgets what earlier files say of `first_step` and later ones

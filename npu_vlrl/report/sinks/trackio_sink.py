@@ -1,4 +1,4 @@
-"""trackio: a database on this machine, which `trackio show` displays; TRACKIO_SPACE_ID sends it to a Space."""
+"""Sink for trackio: a database on this machine, which `trackio show` displays; TRACKIO_SPACE_ID sends it to a Space."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROJECT = "npu_vlrl"
 
 
 class TrackioSink:
-    """See `Sink`."""
+    """Sink for trackio, see `Sink`."""
 
     def __init__(self, opening: Opening) -> None:
         self._run = trackio.init(

@@ -1,4 +1,4 @@
-"""Weights & Biases. Its own variables say where to: WANDB_MODE=offline keeps all in the run folder."""
+"""Sink for Weights & Biases. WANDB_MODE=offline keeps everything in the run folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROJECT = "npu_vlrl"
 
 
 class WandbSink:
-    """See `Sink`."""
+    """Sink for Weights & Biases, see `Sink`."""
 
     def __init__(self, opening: Opening) -> None:
         self._run = wandb.init(

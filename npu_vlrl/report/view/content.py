@@ -1,4 +1,4 @@
-"""A record as the page shows it: messages instead of ids, and pictures where the model saw them."""
+"""Converts a record to the content of the page: messages instead of ids, and images where the model saw them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class Content:
         self._begin = tokens.id_of(BEGIN) if tokens else None
 
     def page(self, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """`records`, and the distinct segments of their contexts, which they name by number: a list of blocks each.
+        """Content of a page: `records`, and the distinct segments of their contexts, which they name by number: lists
+        of blocks.
 
-        A block is what one role says, {"role", "pieces", "ids", "images"}: a piece is a token's text, or the number of
-        the picture that stands there. `pieces` is None where there is no tokenizer.
+        A block is the text of one role, {"role", "pieces", "ids", "images"}: a piece is a token's text, or the number
+        of the image in its place. `pieces` is None where there is no tokenizer.
         """
         segments: dict[str, int] = {}
         blocks: list[list[dict[str, Any]]] = []
@@ -119,7 +120,9 @@ class Content:
         return {"role": role, "pieces": pieces, "ids": ids, "images": [images[i] for i in used]}
 
     def _picture(self, name: str, grid: list[int] | None) -> dict[str, Any]:
-        """`seen`: [width, height] for the model; `stored`: that of the file, None where it is missing."""
+        """Sizes of an image, [width, height]: `seen` by the model, and `stored` in the file, None where it is
+        missing.
+        """
         found: dict[str, Any] = {"hash": name, "stored": self._pictures.size(name)}
         if grid is not None:
             found |= {"grid": grid, "tokens": _tokens_of(grid)}
@@ -133,13 +136,13 @@ def _tokens_of(grid: list[int]) -> int:
 
 
 def _spans(ids: list[int], begin: int | None) -> list[tuple[int, int]]:
-    """Where messages begin and end."""
+    """Spans (begin, end) of the messages."""
     starts = [place for place, token in enumerate(ids) if place == 0 or token == begin]
     return list(itertools.pairwise([*starts, len(ids)]))
 
 
 def _mean_advantage(record: dict[str, Any], k: int) -> float | None:
-    """Of a turn's tokens; None for one that was not trained."""
+    """Mean advantage of a turn's tokens; None for a turn that was not trained."""
     advantages = record.get("advantages") or {}
     values = advantages.get(record["id"]) or [None] * k + (advantages.get(f"{record['id']}/{k}") or [None])
     found: float | None = values[k] if k < len(values) else None

@@ -1,4 +1,4 @@
-"""`npu-vlrl data benchmark`"""
+"""Command `npu-vlrl data benchmark`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from npu_vlrl.types import DataError
 
 
 def question(row: Row, number: int, seed: int) -> Question:
-    """Fields: sample_index, problem_version, question_type, query_cot (or question), image, answer."""
+    """Converts a row. Fields: sample_index, problem_version, question_type, query_cot (or question), image, answer."""
     kind, version = row.text("question_type"), row.text("problem_version")
     if kind not in ("multi-choice", "free-form"):
         raise DataError(f"{row.where}, question_type: {kind!r} is neither multi-choice nor free-form; correct it")

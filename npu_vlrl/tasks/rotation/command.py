@@ -1,4 +1,4 @@
-"""`npu-vlrl data rotation`"""
+"""Command `npu-vlrl data rotation`."""
 
 from __future__ import annotations
 
