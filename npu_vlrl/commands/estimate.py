@@ -1,4 +1,4 @@
-"""`npu-vlrl estimate`"""
+"""Command `npu-vlrl estimate`."""
 
 from __future__ import annotations
 

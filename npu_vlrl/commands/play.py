@@ -1,4 +1,4 @@
-"""`npu-vlrl play`"""
+"""Command `npu-vlrl play`."""
 
 from __future__ import annotations
 

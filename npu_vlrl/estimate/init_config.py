@@ -1,4 +1,4 @@
-"""A first configuration for a task, that fits the devices that there are: `npu-vlrl init`."""
+"""Writes a first configuration for a task that fits the present devices: `npu-vlrl init`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npu_vlrl.hardware import PLATFORMS, Platform, select
 from npu_vlrl.tasks.starting import Values
 
 LARGEST_FIRST = ("Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen2.5-VL-3B-Instruct")
-"""What is proposed where no model is named: the first that fits."""
+"""Models proposed where none is named: the first that fits."""
 PICTURE = (640, 480)
 
 _REAL: Values = {"model.dtype": "bfloat16", "model.freeze_vision": True, "model.gradient_checkpointing": True}
@@ -46,7 +46,7 @@ _TINY: Values = {
     "evaluation.every": 0,
     "evaluation.tasks": 8,
 }
-"""On a CPU: the whole path with a model that learns nothing."""
+"""Settings on a CPU: the whole path with a model that learns nothing."""
 
 COMMENTS = {
     "run.dir": "metrics, trajectories, checkpoints and the trained model",
@@ -81,13 +81,13 @@ class Starter:
     config: Config
     devices: int
     chosen: str
-    """What it is for, and why the model is that one, as one sentence."""
+    """Purpose of the configuration and reason for its model, as one sentence."""
 
 
 def machine(platform: str | None, device: str | None, devices: int | None) -> tuple[Device, int]:
-    """The device to write for, and how many. What is not named is looked up on this machine.
+    """Device to write for, and number of devices. What is not given is taken from this machine.
 
-    Raises ConfigError for a platform that cannot be used here, unless `device` names what it will be used on.
+    Raises ConfigError for a platform that cannot be used here, unless `device` names the device of the run.
     """
     if device is not None:
         return named_device(device), devices or 1
@@ -127,7 +127,7 @@ def starter(task: str, device: Device, devices: int, model: str | None, target: 
 
 
 def _fitting(task: str, device: Device, devices: int, model: str | None) -> tuple[Values, str]:
-    """The settings, and why the model is that one."""
+    """Settings that fit, and the reason for the model."""
     where, wanted = f"{devices} x {device.name}", load(STARTERS, task).STARTER
     if device.memory is None and model is None:
         return _TINY | wanted | _TINY, f"a tiny random model, since {where} has no memory of its own"
@@ -163,7 +163,7 @@ def _config(values: Values) -> Config:
 
 
 def _lines(values: Values) -> Iterator[str]:
-    """YAML, section by section, with the comments of their keys."""
+    """Lines of YAML, section by section, with the comments of their keys."""
     nested = _nested(values)
     order = ("run", "train", "model", "data", "environment", "workflow", "reward", "rollout", "algorithm", "optim")
     for section in sorted(nested, key=lambda name: order.index(name) if name in order else len(order)):
@@ -185,7 +185,7 @@ def _section(values: Mapping[Any, Any], path: str, depth: int) -> Iterator[str]:
 
 
 def _plain(value: Any) -> str:
-    """A value on one line of YAML."""
+    """Formats a value on one line of YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -196,7 +196,7 @@ def _plain(value: Any) -> str:
 
 
 def next_steps(task: str, made: Starter, target: Path, device: str | None) -> Iterator[str]:
-    """Commands that come next, in their order. `device`: the name of another machine's."""
+    """Commands that come next, in their order. `device`: the name of another machine's device."""
     path = made.config.model.path
     if not path.startswith("tiny:") and not (Path(path) / "config.json").is_file():
         yield f"# download Qwen/{Path(path).name} into {path}, or set model.path"
