@@ -39,7 +39,7 @@ def used_columns(columns: ColumnsConfig | None) -> frozenset[str]:
 def as_verl(record: Mapping[str, Any], columns: ColumnsConfig, where: str, data_source: str) -> dict[str, Any]:
     """Renames a row's `columns` to those of verl's schema, see `records.task_from_record`.
 
-    A prompt that is a text becomes one user message. Where no text has an `<image>`, the pictures come before the
+    A prompt that is a text becomes one user message. Where no text has an `<image>`, the images come before the
     first. `data_source` is the default for rows without one. Raises DataError for a column that the row lacks.
     """
     taken = {*used_columns(columns), *REFUSED} - ({"image"} if columns.images is not None else set())
@@ -47,7 +47,7 @@ def as_verl(record: Mapping[str, Any], columns: ColumnsConfig, where: str, data_
     prompt = _column(record, "prompt", columns.prompt, where)
     row["prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if columns.images is not None:
-        # a row without a picture says so: one that only lacks the column would be trained blind for a misspelt name
+        # a row without an image says so: one that only lacks the column would be trained blind for a misspelt name
         none = columns.images in record and record[columns.images] is None
         images = [] if none else _column(record, "images", columns.images, where)
         row["images"] = images if isinstance(images, list) else [images]

@@ -39,9 +39,9 @@ _UPRIGHT = {
 
 
 def decode_image(data: bytes, where: str) -> Image:
-    """Decodes the first frame of a picture file held in memory.
+    """Decodes the first frame of an image file held in memory.
 
-    `where` names the picture in errors, e.g. `train.parquet row 17, images[0]`.
+    `where` names the image in errors, e.g. `train.parquet row 17, images[0]`.
     Raises DataError when the bytes are empty, truncated, not one of `FORMATS`, or refused by `check_size`.
     """
     if not data:
@@ -62,7 +62,7 @@ def decode_image(data: bytes, where: str) -> Image:
 
 
 def read_image(path: Path, where: str, root: Path | None) -> Image:
-    """Reads a picture file. A relative `path` is taken from `root`, which it must not leave, not even by a link.
+    """Reads an image file. A relative `path` is taken from `root`, which it must not leave, not even by a link.
 
     `root=None` allows any path. Raises DataError as `decode_image` does, and for a path outside `root`, a path that is
     no file, and a file that cannot be read.
@@ -81,7 +81,7 @@ def read_image(path: Path, where: str, root: Path | None) -> Image:
         problem = getattr(error, "strerror", None) or error
         raise DataError(
             f"{where}: the image file {shown} cannot be read ({shortened(str(problem))}); correct the path or the "
-            "file's permissions, or give the picture itself as bytes"
+            "file's permissions, or give the image itself as bytes"
         ) from error
     return decode_image(data, where)
 
@@ -127,21 +127,21 @@ def check_size(width: int, height: int, where: str) -> None:
         )
 
 
-def to_image(picture: Any, where: str) -> Image:
+def to_image(image: Any, where: str) -> Image:
     """Converts an `Image`, a uint8 array [height, width, 3] or a Pillow image to an `Image`; an array is copied.
 
     Raises DataError for anything else, and as `from_pil` does.
     """
-    if isinstance(picture, PIL.Image.Image):
-        return from_pil(picture, where)
-    rgb = picture.rgb if isinstance(picture, Image) else picture
+    if isinstance(image, PIL.Image.Image):
+        return from_pil(image, where)
+    rgb = image.rgb if isinstance(image, Image) else image
     if not isinstance(rgb, np.ndarray) or rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3:
         what = f"{rgb.dtype} {list(rgb.shape)}" if isinstance(rgb, np.ndarray) else type(rgb).__name__
         raise DataError(
-            f"{where}: a picture is an Image, a uint8 array [height, width, 3] or a Pillow image, not {what}; change it"
+            f"{where}: an image is an Image, a uint8 array [height, width, 3] or a Pillow image, not {what}; change it"
         )
     check_size(rgb.shape[1], rgb.shape[0], where)
-    return picture if isinstance(picture, Image) else Image(rgb.copy())
+    return image if isinstance(image, Image) else Image(rgb.copy())
 
 
 def from_pil(pil: PIL.Image.Image, where: str = "image") -> Image:

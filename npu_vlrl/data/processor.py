@@ -3,7 +3,7 @@
 Bit-equal to transformers' `Qwen2VLImageProcessorPil` (a test compares them), without its dependencies, so that engine
 and learner share one function for the number of tokens of an image.
 
-P = patches of a picture, ordered merge block by merge block, so that merge_size**2 neighbours form one token.
+P = patches of an image, ordered merge block by merge block, so that merge_size**2 neighbours form one token.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ImageProcessor:
 
     def describe(self, image: Image) -> ImageInput:
         """Computes grid and token count of an image without reading a pixel. Raises DataError as `check_size` does."""
-        check_size(*image.size, "a picture")  # whoever made it: here it would first take the memory
+        check_size(*image.size, "an image")  # whoever made it: here it would first take the memory
         grid = self._grid(image)
         return ImageInput(image, grid, math.prod(grid) // self.merge_size**2)
 
@@ -94,7 +94,7 @@ class ImageProcessor:
         """
         expected = self.describe(image_input.image)
         if image_input != expected:
-            raise ValueError(f"the picture was described as {image_input.grid}, these settings give {expected.grid}")
+            raise ValueError(f"the image was described as {image_input.grid}, these settings give {expected.grid}")
         key = image_input.image.hash
         if key in self._cache:
             self._cache.move_to_end(key)

@@ -183,12 +183,12 @@ def _messages(record: Mapping[str, Any], where: str, root: Path) -> tuple[Messag
     if not prompt:
         raise DataError(f"{where}, prompt: empty; give at least one message {{role, content}}")
     images = _typed(_or(record.get("images"), []), list, where, "images")
-    pictures = [_image(image, where, f"images[{i}]", root) for i, image in enumerate(images)]
-    unused = iter(pictures)
+    decoded = [_image(image, where, f"images[{i}]", root) for i, image in enumerate(images)]
+    unused = iter(decoded)
     messages = tuple(_message(m, where, f"prompt[{i}]", root, unused) for i, m in enumerate(prompt))
     if any(True for _ in unused):
         raise DataError(
-            f"{where}, images: {len(pictures)} images, but the prompt has fewer {IMAGE_TAG} tags or image parts; write "
+            f"{where}, images: {len(decoded)} images, but the prompt has fewer {IMAGE_TAG} tags or image parts; write "
             f"{IMAGE_TAG} once for each image, where the model should see it"
         )
     if messages[-1].role == "assistant":
@@ -237,7 +237,7 @@ def _only(value: Mapping[str, Any], known: tuple[str, ...], where: str, field: s
         if key in known or not says(value[key]):
             continue
         if key in _LIMITS:
-            remedy = "pictures have no limits of their own; set model.min_pixels and model.max_pixels, or resize it"
+            remedy = "images have no limits of their own; set model.min_pixels and model.max_pixels, or resize it"
         else:
             remedy = _REMEDIES.get(key, f"nothing uses it, only {' and '.join(known)}; rename or remove the key")
         raise DataError(f"{where}, {field}.{key}: {remedy}")

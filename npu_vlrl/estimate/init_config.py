@@ -16,7 +16,7 @@ from npu_vlrl.tasks.starting import Values
 
 LARGEST_FIRST = ("Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen2.5-VL-3B-Instruct")
 """Models proposed where none is named: the first that fits."""
-PICTURE = (640, 480)
+IMAGE_SIZE = (640, 480)
 
 _REAL: Values = {"model.dtype": "bfloat16", "model.freeze_vision": True, "model.gradient_checkpointing": True}
 _ONE: Values = {
@@ -54,16 +54,16 @@ COMMENTS = {
     "train.learners": "each process samples and learns",
     "train.shard": "weights, gradients and moments are divided over the processes",
     "model.path": "a Hugging Face folder",
-    "model.freeze_vision": "the vision tower stays as it is, and its features are computed once a picture",
+    "model.freeze_vision": "the vision tower stays as it is, and its features are computed once an image",
     "model.gradient_checkpointing": "computes activations again, and needs a fraction of their memory",
     "model.lora.rank": "adapters are trained, and the model stays as it is",
-    "model.max_pixels": "larger pictures are made smaller: 784 pixels of Qwen2.5-VL are a token, 1024 of Qwen3-VL",
+    "model.max_pixels": "larger images are made smaller: 784 pixels of Qwen2.5-VL are a token, 1024 of Qwen3-VL",
     "data.train.path": "rows in verl's schema, see docs/data.md",
     "data.train.generator": "new rooms, without end",
     "workflow.max_turns": "turns of the policy in an episode; a tool call is a turn",
     "workflow.turn_discount": "a right answer in a later turn earns less",
     "workflow.turn_tokens": "sampled in a turn at most",
-    "workflow.context_tokens": "of a whole episode, pictures included",
+    "workflow.context_tokens": "of a whole episode, images included",
     "workflow.tool_call_reward": "another look has a price",
     "reward.rule": "or path/to/file.py:function of your own",
     "rollout.groups": "tasks in a step",
@@ -134,13 +134,13 @@ def _fitting(task: str, device: Device, devices: int, model: str | None) -> tupl
     values = wanted | _REAL | (_ONE if devices == 1 else _SEVERAL)
     if model is not None:
         chosen = {"model.path": model} | values
-        fits = estimate(_config(chosen), device, devices, PICTURE).fits
+        fits = estimate(_config(chosen), device, devices, IMAGE_SIZE).fits
         verdict = {True: "fits", False: "does not fit; see `npu-vlrl estimate`", None: "of unknown memory"}[fits]
         return chosen, f"{model} on {where}, which {verdict}"
     smaller: Values = {"rollout.cache_mib": 2048}
     for name, caches in product(LARGEST_FIRST, ({}, smaller)):
         chosen = {"model.path": f"models/{name}"} | values | caches
-        if estimate(_config(chosen), device, devices, PICTURE).fits:
+        if estimate(_config(chosen), device, devices, IMAGE_SIZE).fits:
             return chosen, f"{name} on {where}: the largest known model that fits"
     raise ConfigError(
         f"no known model fits {where}; give more --devices, or a smaller --model, e.g. --model tiny:qwen2_5_vl"

@@ -94,12 +94,12 @@ def estimate(
     config: Config,
     device: Device,
     processes: int,
-    picture: tuple[int, int],
+    image_size: tuple[int, int],
     turns: int | None = None,
     sampled: int | None = None,
 ) -> Estimate:
-    """Estimates a run of `processes` processes, each with a device of its own. `image` is (width, height) in pixels;
-    `turns` and `sampled` tokens of a turn are the configured limits where they are None.
+    """Estimates a run of `processes` processes, each with a device of its own. `image_size` is (width, height) in
+    pixels; `turns` and `sampled` tokens of a turn are the configured limits where they are None.
 
     Raises ConfigError for a configuration that cannot run.
     """
@@ -110,7 +110,7 @@ def estimate(
     apart = processes > learners
     engines = processes - learners if apart else learners
     outline = outline_of(config.model)
-    episode = largest_episode(config, outline.processor, picture, turns, sampled)
+    episode = largest_episode(config, outline.processor, image_size, turns, sampled)
     play, work = played(config, episode, engines), passes(config, episode, learners)
     vllm = engine_kind(config.rollout.engine).has_own_weights
     beside = {"vllm": vllm and not apart, "sleep": config.rollout.sleep and not apart}
@@ -172,7 +172,7 @@ def lines(found: Estimate, processes: int) -> Iterator[str]:
     image = episode.first_image
     yield (
         f"a step: {found.episodes} episodes of {episode.tokens} tokens: {episode.turns} turns of {episode.sampled}"
-        + (f", pictures of {image.n_tokens}" if image else "")
+        + (f", images of {image.n_tokens}" if image else "")
     )
     for role in found.roles:
         yield ""

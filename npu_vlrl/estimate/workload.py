@@ -44,16 +44,20 @@ class Episode:
 
 
 def largest_episode(
-    config: Config, processor: ImageProcessor | None, picture: tuple[int, int], turns: int | None, sampled: int | None
+    config: Config,
+    processor: ImageProcessor | None,
+    image_size: tuple[int, int],
+    turns: int | None,
+    sampled: int | None,
 ) -> Episode:
-    """Largest episode of a configuration. `image` is (width, height) in pixels. An episode that would not fit into
+    """Largest episode of a configuration. `image_size` is (width, height) in pixels. An episode that would not fit into
     `workflow.context_tokens` has fewer turns. Where not even one turn fits beside `TEXT`, the turns are as many as fit
     beside `REPLY`, and the text is the rest.
 
     Raises ConfigError when not even one turn fits.
     """
     workflow = config.workflow
-    width, height = picture
+    width, height = image_size
     image = None if processor is None else processor.describe(Image(np.zeros((height, width, 3), np.uint8)))
     later = image if workflow.tools or not config.environment.is_judged else None
     seen = image.n_tokens + 2 if image else 0
@@ -66,7 +70,7 @@ def largest_episode(
     opening, room = text + seen, room - text
     if room < 0:
         raise ConfigError(
-            f"workflow.context_tokens={workflow.context_tokens} has no room for {text} tokens of text, a picture of "
+            f"workflow.context_tokens={workflow.context_tokens} has no room for {text} tokens of text, an image of "
             f"{seen} and a turn of {sampled}; raise it, or lower model.max_pixels or workflow.turn_tokens"
         )
     fitting = 1 + room // (sampled + reply)

@@ -41,7 +41,7 @@ class Found:
     """Faults by row or task."""
     tokens: list[int] = field(default_factory=list)
     """Number of tokens of each usable task's prompt, its images included."""
-    pictures: list[int] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     ids: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
@@ -68,7 +68,7 @@ class Found:
                 f"  prompt: {min(self.tokens)} to {max(self.tokens)} tokens, median {median(self.tokens):g}, of "
                 f"workflow.context_tokens={context_tokens}"
             )
-            yield f"  pictures in a prompt: {min(self.pictures)} to {max(self.pictures)}"
+            yield f"  images in a prompt: {min(self.images)} to {max(self.images)}"
             yield "  kinds: " + ", ".join(f"{kind} {count}" for kind, count in self.kinds.most_common())
         for where, reason in islice(self.faults.items(), SHOWN):
             yield f"  {reason if where in reason else f'{where}: {reason}'}"
@@ -163,5 +163,5 @@ async def _look(tasks: Iterator[Task], workflow: VisionMultiTurnAgenticWorkflow,
         found.replaced += workflow.config.system_prompt is not None and any(m.role == "system" for m in task.messages)
         found.usable += 1
         found.tokens.append(conversation.n_tokens)
-        found.pictures.append(sum(len(segment.images) for segment in conversation.context))
+        found.images.append(sum(len(segment.images) for segment in conversation.context))
         found.kinds[task.data_source] += 1

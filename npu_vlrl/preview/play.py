@@ -77,7 +77,7 @@ def environment_config(name: str, options: Sequence[str], seed: int) -> Config:
 def play(config: Config, number: int, images: Path | None, show: bool, max_turns: int | None) -> None:
     """Plays one episode: task `number` of `data.train`, from standard input to standard output.
 
-    Each picture goes to a file in `images`, and with `show` to the terminal. `max_turns` None is no limit. Raises
+    Each image goes to a file in `images`, and with `show` to the terminal. `max_turns` None is no limit. Raises
     ConfigError or DataError for a task that cannot be played.
     """
     screen = Screen(images, show)
@@ -177,16 +177,16 @@ class Screen:
         for message in messages:
             for part in message.parts:
                 if isinstance(part, Image):
-                    self._picture(part)
+                    self._image(part)
                 elif part.strip():
                     self.line(part.strip("\n"))
 
-    def _picture(self, image: Image) -> None:
+    def _image(self, image: Image) -> None:
         if self._show:
             print(half_blocks(image, *shutil.get_terminal_size()))
         width, height = image.size
         where = "" if self._folder is None else f": {self._write(image, self._folder)}"
-        self.line(f"(picture of {width}x{height} pixels{where})")
+        self.line(f"(image of {width}x{height} pixels{where})")
 
     def _write(self, image: Image, folder: Path) -> Path:
         """Writes `turn-000.png`, and `turn-000-1.png` for a second image in the same turn. Raises ConfigError."""

@@ -56,11 +56,11 @@ def _mme(results: Sequence[TaskResult]) -> dict[str, float]:
 
 
 def _both_right(results: Sequence[TaskResult]) -> float:
-    pictures: dict[str | None, list[TaskResult]] = {}
+    by_image: dict[str | None, list[TaskResult]] = {}
     for result in results:
-        pictures.setdefault(result.picture, []).append(result)
+        by_image.setdefault(result.picture, []).append(result)
     answers = range(len(results[0].answers))
-    return _mean([all(m.answers[i].first for m in members) for members in pictures.values() for i in answers])
+    return _mean([all(m.answers[i].first for m in members) for members in by_image.values() for i in answers])
 
 
 def _category(result: TaskResult) -> str | None:

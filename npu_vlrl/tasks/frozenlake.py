@@ -130,7 +130,7 @@ def game(
         step_reward: Reward of every action.
         goal_reward: Reward added when the goal is reached.
         hole_reward: Reward added when the player falls into a hole.
-        tile: Side of a square in the picture, in pixels. 28 is one token of Qwen2.5-VL, 32 of Qwen3-VL.
+        tile: Side of a square in the image, in pixels. 28 is one token of Qwen2.5-VL, 32 of Qwen3-VL.
 
     Raises ValueError for options that do not fit, and DataError when no lake with so many holes can be crossed.
     """

@@ -38,14 +38,14 @@ def load_photos() -> list[Image]:
 def photo_task(seed: int, index: int, photos: Sequence[Image], size: int = 56, card: int = 28) -> Task:
     """Makes a square crop (112 to 160 of 160 pixels) of a photograph, mirrored or not, turned, brighter or darker.
 
-    `size` and `card` are the sides in pixels of the hidden picture and of the card that covers it.
+    `size` and `card` are the sides in pixels of the hidden image and of the card that covers it.
     """
     rng = random.Random(f"photo/{seed}/{index}")
     turns = rng.randrange(4)
-    picture = _squeezed(rng.choice(photos))
+    photo = _squeezed(rng.choice(photos))
     side = rng.randint(112, PHOTO_SIDE)
     left, top = rng.randint(0, PHOTO_SIDE - side), rng.randint(0, PHOTO_SIDE - side)
-    crop = np.asarray(picture.crop((left, top, left + side, top + side)).resize((size, size)))
+    crop = np.asarray(photo.crop((left, top, left + side, top + side)).resize((size, size)))
     if rng.random() < 0.5:
         crop = crop[:, ::-1]
     lit = np.clip(crop * rng.uniform(0.7, 1.3) + 0.5, 0, 255).astype(np.uint8)

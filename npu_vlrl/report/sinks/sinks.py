@@ -25,12 +25,12 @@ from npu_vlrl.types import Image, Trajectory
 IDS = "sinks.json"
 """File in the run folder with the id of the run in each service, with which a resumed run continues its curves."""
 
-MOST_PICTURES = 8
+MAX_IMAGES = 8
 """Maximum number of images of one trajectory."""
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class CaptionedImage:
     """Image that the model saw, uint8 [height, width, 3], with the result of the episode as caption."""
 
     rgb: np.ndarray
@@ -74,7 +74,7 @@ class Sink(Protocol):
         """Records finite numbers, named `group/name`. The steps never decrease; one may come several times."""
         ...
 
-    def pictures(self, step: int, pictures: Sequence[Picture]) -> None:
+    def images(self, step: int, images: Sequence[CaptionedImage]) -> None:
         """Records the images of one sampled trajectory, in the order in which the model saw them."""
         ...
 
@@ -115,8 +115,8 @@ class Sinks:
 
     def trajectory(self, step: int, trajectory: Trajectory) -> None:
         """Sends the images of a trajectory to all sinks, if it has any."""
-        if self._open and (pictures := pictures_of(trajectory)):
-            self._each(lambda sink: sink.pictures(step, pictures))
+        if self._open and (images := images_of(trajectory)):
+            self._each(lambda sink: sink.images(step, images))
 
     def _each(self, do: Callable[[Sink], None]) -> None:
         for name, sink in list(self._open.items()):
@@ -135,7 +135,7 @@ def check_installed(names: Sequence[str]) -> None:
             raise ConfigError(f"run.sinks: {name} is not installed: {remedy(name)}, or leave it out")
 
 
-def pictures_of(trajectory: Trajectory) -> list[Picture]:
+def images_of(trajectory: Trajectory) -> list[CaptionedImage]:
     """Images that the model saw, each once, with the result of the episode."""
     if not trajectory.turns:
         return []
@@ -143,4 +143,4 @@ def pictures_of(trajectory: Trajectory) -> list[Picture]:
     caption = f"{last.text!r}, right answer {task.answer!r}, reward {sum(trajectory.turn_rewards):.3g}, "
     caption += f"{trajectory.status.value}, {trajectory.id}"
     seen: dict[Image, None] = dict.fromkeys(item.image for segment in last.context for item in segment.images)
-    return [Picture(image.rgb, caption) for image in list(seen)[:MOST_PICTURES]]
+    return [CaptionedImage(image.rgb, caption) for image in list(seen)[:MAX_IMAGES]]

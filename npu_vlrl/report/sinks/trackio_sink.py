@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import trackio
 
-from npu_vlrl.report.sinks.sinks import Opening, Picture
+from npu_vlrl.report.sinks.sinks import CaptionedImage, Opening
 
 PROJECT = "npu_vlrl"
 
@@ -27,8 +27,8 @@ class TrackioSink:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def pictures(self, step: int, pictures: Sequence[Picture]) -> None:
-        shown = {f"trajectory/{k}": trackio.Image(p.rgb, caption=p.caption) for k, p in enumerate(pictures)}
+    def images(self, step: int, images: Sequence[CaptionedImage]) -> None:
+        shown = {f"trajectory/{k}": trackio.Image(p.rgb, caption=p.caption) for k, p in enumerate(images)}
         self._run.log(shown, step=step)
 
     def close(self, error: str | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from npu_vlrl.report.record_schema import PER_TOKEN
-from npu_vlrl.report.view.pictures import Pictures
+from npu_vlrl.report.view.run_images import RunImages
 from npu_vlrl.report.view.tokens import TokenTexts
 
 BEGIN = "<|im_start|>"
@@ -32,8 +32,8 @@ KEPT_OF_TURNS = ("state", "text", "parsed", "verdict", "tool_calls", "feedback",
 class Content:
     """Describes records. Without `tokens` no text of a context is known; without `patch` no size that a model saw."""
 
-    def __init__(self, pictures: Pictures, tokens: TokenTexts | None, patch: int | None) -> None:
-        self._pictures = pictures
+    def __init__(self, images: RunImages, tokens: TokenTexts | None, patch: int | None) -> None:
+        self._images = images
         self._tokens = tokens
         self._patch = patch
         self.control = tokens.control if tokens else frozenset[int]()
@@ -82,13 +82,13 @@ class Content:
             "reward": action.get("reward"),
             "values": {name: action[name] for name in PER_TOKEN if name in action},
             "tool_results": [
-                {**result, "images": [self._picture(name, None) for name in result.get("images", [])]}
+                {**result, "images": [self._described(name, None) for name in result.get("images", [])]}
                 for result in turn.get("tool_results", [])
             ],
         }
 
     def _blocks(self, segment: dict[str, Any]) -> list[dict[str, Any]]:
-        images = [self._picture(image["hash"], image["grid"]) for image in segment.get("images", [])]
+        images = [self._described(image["hash"], image["grid"]) for image in segment.get("images", [])]
         ids = segment["token_ids"]
         if self._tokens is None:
             return [{"role": segment["kind"], "pieces": None, "ids": ids, "images": images}]
@@ -119,11 +119,11 @@ class Content:
         pieces = [piece - first if isinstance(piece, int) else piece for piece in pieces]
         return {"role": role, "pieces": pieces, "ids": ids, "images": [images[i] for i in used]}
 
-    def _picture(self, name: str, grid: list[int] | None) -> dict[str, Any]:
+    def _described(self, name: str, grid: list[int] | None) -> dict[str, Any]:
         """Sizes of an image, [width, height]: `seen` by the model, and `stored` in the file, None where it is
         missing.
         """
-        found: dict[str, Any] = {"hash": name, "stored": self._pictures.size(name)}
+        found: dict[str, Any] = {"hash": name, "stored": self._images.size(name)}
         if grid is not None:
             found |= {"grid": grid, "tokens": _tokens_of(grid)}
             if self._patch:

@@ -13,12 +13,12 @@ from typing import Any
 
 import jinja2
 
-from npu_vlrl.report.view.pictures import PNG_BYTES
 from npu_vlrl.report.view.records import COLUMNS, PAGE, RunRecords
+from npu_vlrl.report.view.run_images import PNG_BYTES
 
 ASSETS = Path(__file__).parent / "assets"
 
-CODE = ("dom", "source", "pictures", "colour", "episode", "filters", "list", "main")
+CODE = ("dom", "source", "images", "colour", "episode", "filters", "list", "main")
 """Files of the page's program; later ones use definitions of earlier ones."""
 
 
@@ -86,15 +86,15 @@ def write_page(records: RunRecords, file: Path) -> int:
 
 def _blocks(records: RunRecords) -> Iterator[tuple[str, str]]:
     """Yields the data blocks: pages first, so that their texts are there early."""
-    pictures: dict[str, None] = {}
+    images: dict[str, None] = {}
     for number in range(records.n_pages):
         page = records.page(number)
-        pictures |= dict.fromkeys(_named(page))
+        images |= dict.fromkeys(_named(page))
         yield f"page-{number}", packed(page)
-    sizes = [file.stat().st_size for name in pictures if (file := records.pictures.file(name))]
+    sizes = [file.stat().st_size for name in images if (file := records.images.file(name))]
     lossy = sum(sizes) > PNG_BYTES
-    for name in pictures:
-        yield f"picture-{name}", base64.b64encode(records.pictures.encoded(name, lossy)).decode()
+    for name in images:
+        yield f"picture-{name}", base64.b64encode(records.images.encoded(name, lossy)).decode()
 
 
 def _named(page: dict[str, Any]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from npu_vlrl.model.families import family_of_path
 from npu_vlrl.model.images import image_processor
 from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.report.view.content import Content
-from npu_vlrl.report.view.pictures import Pictures
+from npu_vlrl.report.view.run_images import RunImages
 from npu_vlrl.report.view.tokens import find_tokenizer
 from npu_vlrl.workflow.export import trajectory_reward
 
@@ -46,10 +46,10 @@ class RunRecords:
             )
         self._config = _read_config(folder / "config.yaml")
         self._workflow = _reward_settings(self._config)
-        self.pictures = Pictures(folder / "images")
+        self.images = RunImages(folder / "images")
         self._tokens = find_tokenizer([path for path in self._model_folders() if path.is_dir()])
         self._patch = self._patch_size()
-        self.content = Content(self.pictures, self._tokens, self._patch)
+        self.content = Content(self.images, self._tokens, self._patch)
         self._start()
         self.generation = 0
         """Number that changes when earlier records changed, as when a resumed run repeats steps."""
@@ -91,7 +91,7 @@ class RunRecords:
         if self._tokens is None:
             found.append("No tokenizer was found: turns are shown as text, and their tokens cannot be.")
         if self._patch is None and any(row[COLUMNS.index("picture")] for row in self.rows):
-            found.append("No image processor was found: pictures are shown at the size of their files.")
+            found.append("No image processor was found: images are shown at the size of their files.")
         return found
 
     @property

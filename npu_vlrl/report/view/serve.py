@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
                 with self.server.lock:
                     return _json(records.page(int(words["number"])))
             case "/picture":
-                file = records.pictures.file(words["hash"])
+                file = records.images.file(words["hash"])
                 if file is not None:
                     return "image/png", file.read_bytes()
         raise KeyError(path)

@@ -22,7 +22,7 @@ def question(row: Row, number: int, seed: int) -> Question:
         str(number),
         f"{row.text('question', 'query')}\n{INSTRUCTION}",
         row.as_text(label, "answer", "label"),
-        row.picture("image", "imgname"),
+        row.image("image", "imgname"),
         _asked_by(row),
         "chart",
     )

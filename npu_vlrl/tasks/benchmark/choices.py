@@ -24,7 +24,7 @@ def mme(row: Row, number: int, seed: int) -> Question:
         f"{category}/{name}/{number}",
         row.text("question"),
         answer,
-        row.picture("image"),
+        row.image("image"),
         category,
         category,
         {"picture": f"{category}/{name}"},
@@ -37,7 +37,7 @@ def mmstar(row: Row, number: int, seed: int) -> Question:
         row.text("index"),
         f"{row.text('question')}\n{LETTER_INSTRUCTION}",
         _letter(row),
-        row.picture("image"),
+        row.image("image"),
         row.text("category"),
     )
 

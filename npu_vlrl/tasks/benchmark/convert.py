@@ -72,12 +72,12 @@ def convert(name: str, source: Path, out: Path, images: Path | None, seed: int) 
 
 
 def _written(name: str, question: Question) -> dict[str, Any]:
-    shown = question.picture is not None
+    shown = question.image is not None
     text = question.text.replace(IMAGE_TAG, "").strip()
     return {
         "data_source": name,
         "prompt": [{"role": "user", "content": f"{IMAGE_TAG if shown else ''}{text}"}],
-        "images": [{"bytes": question.picture, "path": None}] if shown else [],
+        "images": [{"bytes": question.image, "path": None}] if shown else [],
         "ability": "math" if name in ("mathvista", "mathverse", "aime", "math500") else "vqa",
         "reward_model": {"style": "rule", "ground_truth": question.answer},
         "extra_info": {

@@ -17,7 +17,7 @@ def question(row: Row, number: int, seed: int) -> Question:
         row.text("sample_index"),
         f"{row.text('query_cot', 'question')}\n{INSTRUCTION}",
         row.text("answer"),
-        None if text_only else row.picture("image"),
+        None if text_only else row.image("image"),
         version,
         None if text_only else "diagram",
         {"question_type": kind},

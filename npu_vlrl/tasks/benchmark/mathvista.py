@@ -24,7 +24,7 @@ def question(row: Row, number: int, seed: int) -> Question:
         row.text("pid"),
         f"{row.text('query', 'question')}\n{INSTRUCTION}",
         answer,
-        row.picture("decoded_image", "image"),
+        row.image("decoded_image", "image"),
         metadata.get("task"),
         metadata.get("context"),
         {

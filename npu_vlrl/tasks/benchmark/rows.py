@@ -44,7 +44,7 @@ class Row:
             raise DataError(f"{self.where}, {' or '.join(names)}: {error}; {_REMEDY}") from error
         raise DataError(f"{self.where}: expected a text in {' or '.join(names)}, got {value!r:.60}; {_REMEDY}")
 
-    def picture(self, *names: str) -> bytes:
+    def image(self, *names: str) -> bytes:
         """Content of the image file in the first of these fields: bytes, `{bytes, path}` or a path below `images`.
 
         Raises DataError when none can be read.
@@ -58,7 +58,7 @@ class Row:
             if isinstance(value, bytes):
                 decode_image(value, f"{self.where}, {name}")
                 return value
-        raise DataError(f"{self.where}: there is no picture in {' or '.join(names)}; {_REMEDY}")
+        raise DataError(f"{self.where}: there is no image in {' or '.join(names)}; {_REMEDY}")
 
     def _file(self, name: str, column: str) -> bytes:
         file = (self.images / name).resolve()
@@ -80,7 +80,7 @@ class Question:
     id: str
     text: str
     answer: str
-    picture: bytes | None = None
+    image: bytes | None = None
     """Content of the image file, shown before the text; None for a text-only question."""
     category: str | None = None
     image_type: str | None = None

@@ -96,8 +96,8 @@ def _row(problem: Mapping[str, Any], source: Path, where: str) -> dict[str, Any]
     if not file.is_relative_to(source.resolve()) or not file.is_file():
         raise DataError(f"{where}, image: there is no {problem['image']} in {source}; restore the sample")
     data = file.read_bytes()
-    with PIL.Image.open(io.BytesIO(data)) as picture:
-        extra = {"id": problem["id"], "mode": picture.mode, "width": picture.width, "height": picture.height}
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        extra = {"id": problem["id"], "mode": image.mode, "width": image.width, "height": image.height}
     return {
         "data_source": ORIGINS[problem["id"].split("_")[0]],
         "prompt": [{"role": "user", "content": _prompt(problem)}],

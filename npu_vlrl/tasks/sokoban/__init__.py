@@ -102,7 +102,7 @@ def game(
         min_solution: The shortest solution of a made room has at least as many actions.
         max_solution: The shortest solution of a made room has at most as many actions.
         levels: A file of levels instead, `hard_003` or `unfiltered_test_000` of Boxoban, or a path.
-        tile: Side of a cell in the picture, in pixels. 28 is one token of Qwen2.5-VL, 32 of Qwen3-VL.
+        tile: Side of a cell in the image, in pixels. 28 is one token of Qwen2.5-VL, 32 of Qwen3-VL.
 
     Raises ValueError for options that do not fit, and DataError for levels that cannot be read or rooms not found.
     """

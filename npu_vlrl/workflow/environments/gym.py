@@ -46,14 +46,14 @@ class Gym:
     def start(self, seed: int) -> None:
         """Resets the environment. Every method raises DataError for an environment that raises or fails its form."""
         self._observed, _ = self._asked("reset", lambda: self._env.reset(seed=seed))
-        self._picture: Image | None = None
+        self._image: Image | None = None
         self._earned, self._over = 0.0, False
 
     def act(self, action: str) -> Move:
         assert not self._over, "the game is over"
         step = self._asked("step", lambda: self._env.step(self._numbers[action]))
         self._observed, given, terminated, truncated, _ = step
-        self._picture = None
+        self._image = None
         reward = self._asked("reward", lambda: float(given))
         if not abs(reward) <= MAX_REWARD:
             why = f"beyond ±{MAX_REWARD:g}" if math.isfinite(reward) else "not finite"
@@ -64,10 +64,10 @@ class Gym:
         return Move({"reward": reward}, solved, over=bool(terminated), truncated=bool(truncated))
 
     def picture(self) -> Image:
-        if self._picture is None:
+        if self._image is None:
             # a copy: environments write into what they gave before
-            self._picture = self._asked("picture", lambda: Image(np.array(self._pixels())))
-        return self._picture
+            self._image = self._asked("image", lambda: Image(np.array(self._pixels())))
+        return self._image
 
     def state_key(self) -> str:
         """Result of the environment's `state_key` method; without one, the image's hash."""
@@ -123,9 +123,9 @@ def game(
         env = gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **given)
     except Exception as error:  # what the user's module raises, too
         raise ValueError(f"gymnasium environment {id} cannot be made: {type(error).__name__}: {error}") from error
-    if not render and not _is_picture(env.observation_space):
+    if not render and not _is_image(env.observation_space):
         raise ValueError(
-            f"gymnasium environment {id}: its observations are {env.observation_space}, not pictures, a Box of uint8 "
+            f"gymnasium environment {id}: its observations are {env.observation_space}, not images, a Box of uint8 "
             "[height, width, 3]; set render=true if it can render"
         )
     space = env.action_space
@@ -142,7 +142,7 @@ def game(
     return made
 
 
-def _is_picture(space: gymnasium.Space[Any]) -> bool:
+def _is_image(space: gymnasium.Space[Any]) -> bool:
     return isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) == 3 and space.shape[2] == 3
 
 

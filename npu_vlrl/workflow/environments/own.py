@@ -102,8 +102,8 @@ class OwnGame(UserCode):
         return plain
 
     def picture(self) -> Image:
-        picture, where = self._asked("picture"), f"{self._spec}: picture()"
-        return self.called("picture() ", lambda: to_image(picture, where), DataError)  # Pillow may read its file now
+        image, where = self._asked("picture"), f"{self._spec}: picture()"
+        return self.called("picture() ", lambda: to_image(image, where), DataError)  # Pillow may read its file now
 
     def state_key(self) -> str:
         key = self._asked("state_key")

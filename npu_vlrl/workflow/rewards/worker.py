@@ -43,7 +43,7 @@ def _builtin_rule(module: Any, options: Mapping[str, Any]) -> Rule:
 
 
 def _users_function(module: Any, options: Mapping[str, Any]) -> Rule:
-    from PIL import Image as Pillow  # only users' functions look at pictures
+    from PIL import Image as Pillow  # only users' functions look at images
 
     from npu_vlrl.workflow.rewards.forms import Asked, adapted
 
@@ -51,9 +51,9 @@ def _users_function(module: Any, options: Mapping[str, Any]) -> Rule:
     function = adapted(load_function(name), name)
 
     def judge(request: Content, images: Sequence[Image]) -> Verdict:
-        pictures = [Pillow.fromarray(image.rgb) for image in images]
+        pil_images = [Pillow.fromarray(image.rgb) for image in images]
         messages = [(role, text) for role, text in request["messages"]]
-        asked = Asked(request["task"], request["text"], request["history"], pictures, messages)
+        asked = Asked(request["task"], request["text"], request["history"], pil_images, messages)
         verdict: Verdict = module.score(function, name, asked)
         return verdict
 

@@ -54,9 +54,9 @@ def serve(connection: Connection, setup: Mapping[str, Any]) -> None:
             request, images, number, _ = receive(connection)
         except EOFError:
             return
-        content, pictures = _answer(handle, request, images)
+        content, shown = _answer(handle, request, images)
         _end_forked(pid)
-        send(connection, content, pictures, number)
+        send(connection, content, shown, number)
 
 
 def _answer(handle: Handler, request: Content, images: Sequence[Image]) -> tuple[Content, Sequence[Image]]:

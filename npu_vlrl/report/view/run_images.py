@@ -17,7 +17,7 @@ PNG_BYTES = 48 * 2**20
 QUALITY = 80
 
 
-class Pictures:
+class RunImages:
     """Image files `images/HASH.png` of a run folder. A name that is no hash is no image."""
 
     def __init__(self, folder: Path) -> None:
@@ -33,8 +33,8 @@ class Pictures:
         """(width, height) as stored; None when no image can be read. Reads no pixel."""
         file = self.file(name)
         try:
-            with Pillow.open(file or "", formats=("PNG",)) as picture:
-                return picture.size
+            with Pillow.open(file or "", formats=("PNG",)) as image:
+                return image.size
         except (OSError, ValueError, Pillow.DecompressionBombError):
             return None
 
@@ -44,6 +44,6 @@ class Pictures:
         if not lossy:
             return data
         packed = io.BytesIO()
-        with Pillow.open(io.BytesIO(data), formats=("PNG",)) as picture:
-            picture.convert("RGB").save(packed, "WEBP", quality=QUALITY)
+        with Pillow.open(io.BytesIO(data), formats=("PNG",)) as image:
+            image.convert("RGB").save(packed, "WEBP", quality=QUALITY)
         return min(data, packed.getvalue(), key=len)
