@@ -31,7 +31,7 @@ class OptimConfig(Section):
     weight_decay: NonNegative = 0.0
     """Weight decay of AdamW; 0 disables."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """Coefficients of AdamW's first and second moment."""
+    """Moment coefficients of AdamW."""
     max_grad_norm: Positive = 1.0
     """Gradients with a larger norm are scaled down to it."""
     micro_batch_tokens: Count = 4096

@@ -34,7 +34,7 @@ def test_values_defaults_and_limits_are_those_of_the_schema() -> None:
     for row in (
         "| `rollout.group_size` | whole number ≥ 1 | `4` | Number of trajectories a task. |",
         "| `run.if_exists` | `raise`, `resume` | `raise` |",
-        "| `optim.betas` | number ≥ 0, < 1 and number ≥ 0, < 1 | `[0.9, 0.999]` | Coefficients of AdamW's first and second moment. |",
+        "| `optim.betas` | number ≥ 0, < 1 and number ≥ 0, < 1 | `[0.9, 0.999]` | Moment coefficients of AdamW. |",
         "| `model.path` | text | — |",
         "| `model.max_pixels` | whole number ≥ 1, `null` | `null` |",
         "| `environment.separator` | text of at least 1 character | `','` |",
