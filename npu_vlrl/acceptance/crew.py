@@ -96,7 +96,7 @@ class Crew:
         return answers, ended
 
     def _judge(self, answers: Mapping[int, Entry], ended: list[int], limit: float) -> Entry:
-        """Result of the crew: a crash comes before a failure that it causes, and that before a process that waits."""
+        """Result of a check: a crash precedes a failure that it causes, and that precedes a process that waits."""
         if ended:
             rank = ended[0]
             code = self._processes[rank].wait()

@@ -234,8 +234,8 @@ class MemoryModel:
 
         Both norms save their input; their output is saved by the products that read it, for the trained weight or
         adapter. Attention saves rotated queries and keys, values, its output, and a float32 a head; norms of queries
-        and keys save their input. SwiGLU saves both of its inputs, and the last product its result. An adapter saves
-        its narrow middle.
+        and keys save their input. SwiGLU saves both of its inputs, and the last product saves the result. An adapter
+        saves its narrow middle.
         """
         hidden, inner, (_, key_heads, width) = self._hidden, self._settings.intermediate_size, self.policy.kv_shape
         heads: int = self._settings.num_attention_heads

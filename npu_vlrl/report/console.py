@@ -50,7 +50,7 @@ class ConsoleReport:
         self.line(text)
 
     def step(self, step: int, metrics: Mapping[str, float], trajectory: Trajectory | None = None) -> None:
-        """Reports a finished step, numbered from 0 as in all records; `trajectory` is one of its, if any."""
+        """Reports a finished step, numbered from 0 as in all records; `trajectory` is one of that step, if any."""
         done = step + 1
         self._dashboard.step(step, metrics, trajectory)
         if self._live is None and done % self._log_every == 0:

@@ -148,7 +148,7 @@ class Inputs:
         return found
 
     def _model(self) -> Files:
-        """Files of the model. An existing model folder is not inspected: a change says more than a misfit."""
+        """Files of the model. An existing folder is not inspected here: "changed" is the better message."""
         folder = Path(self._config.model.path)
         if not (folder / "config.json").is_file():
             folder = model_folder(self._config.model.path, self._folder / "model", self._config.train.seed)

@@ -1,4 +1,4 @@
-"""Writes turned photographs from any folder as parquet in verl's schema. The answer is the angle to upright.
+"""Writes turned photographs from any folder as parquet in verl's schema. The answer turns one upright.
 
 The angle is in degrees counter-clockwise, as the `rotate` tool takes it: the photograph was turned clockwise by it.
 Only the content may reveal it. Therefore every image is a square that lies wholly inside the turned photograph, of the
