@@ -260,8 +260,7 @@ class RolloutConfig(Section):
     """Memory of the KV cache of the turns that are decoded together, in MiB, and again of the KV cache that is kept
     between turns. Turns beyond it wait, or are prefilled again."""
     graphs: bool = True
-    """Captures a decode step as a graph and replays it, where the device can: launching it takes longer than its
-    work."""
+    """Captures a decode step as a graph and replays it, where the device can: a launch takes longer than its work."""
     max_failed_share: Share = 0.5
     """Share of failed groups in a step, or of answers that could not be judged, above which the run ends."""
 

@@ -230,12 +230,12 @@ class MemoryModel:
         return hidden
 
     def saved_by_layer(self, one: Pass) -> float:
-        """Bytes that a decoder layer saves for its backward pass.
+        """Bytes that a decoder layer leaves behind for its backward pass.
 
-        Both norms save their input; their output is saved by the products that read it, for the trained weight or
-        adapter. Attention saves rotated queries and keys, values, its output, and a float32 a head; norms of queries
-        and keys save their input. SwiGLU saves both of its inputs, and the last product saves the result. An adapter
-        saves its narrow middle.
+        Both norms keep their input and give theirs to products, which keep it for the weight or the adapter that is
+        trained. Attention keeps rotated queries and keys, values, its output, and a float32 a head; norms of queries
+        and keys keep what they were given. SwiGLU keeps both of its inputs, and the last product the result. An adapter
+        keeps its narrow middle.
         """
         hidden, inner, (_, key_heads, width) = self._hidden, self._settings.intermediate_size, self.policy.kv_shape
         heads: int = self._settings.num_attention_heads
@@ -248,7 +248,7 @@ class MemoryModel:
         return one.tokens * (elements * self._item + 4 * heads) + one.path * keys
 
     def _layer_backward(self, one: Pass) -> float:
-        """Bytes of the gradients of a layer's activations. Those of SwiGLU's inputs and output are the largest."""
+        """Gradients of a layer's activations. Those of SwiGLU's inputs and output are the largest."""
         inner: int = self._settings.intermediate_size
         return one.tokens * (3 * inner + 2 * self._hidden) * self._item
 
