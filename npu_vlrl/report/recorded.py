@@ -37,7 +37,7 @@ class Recorded:
     """Records of a run folder. Raises DataError when it has none."""
 
     def __init__(self, run: Path, special: SpecialTokens, merge_size: int) -> None:
-        self._file, self._images = run / "trajectories.jsonl", run / "images"
+        self._file, self._image_folder = run / "trajectories.jsonl", run / "images"
         self._special, self._merged = special, merge_size**2
         self._images: dict[str, Image] = {}
         if not self._file.is_file():
@@ -123,7 +123,7 @@ class Recorded:
 
     def _image(self, name: str) -> Image:
         if name not in self._images:
-            with PillowImage.open(self._images / f"{name}.png") as file:
+            with PillowImage.open(self._image_folder / f"{name}.png") as file:
                 image = Image(np.asarray(file.convert("RGB")).copy())
             if image.hash != name:
                 raise ValueError(f"images/{name}.png is not the image that was recorded; restore it")
