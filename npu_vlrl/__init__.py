@@ -1,7 +1,7 @@
 """Reinforcement learning of vision-language models over several turns, on Ascend NPUs, CUDA GPUs and CPUs.
 
-What is offered here is the public interface (docs/api.md). Each name is imported when it is first used, so that
-`import npu_vlrl` costs nothing.
+This module is the public interface (docs/api.md). Each name is imported when it is first used, so that `import
+npu_vlrl` costs nothing.
 
 Example: `npu_vlrl.train(npu_vlrl.load_config("photo_tiny", {"train.steps": 10}))["final"]["accuracy"]`
 """
@@ -30,7 +30,7 @@ _ORIGINS = {
     "npu_vlrl.workflow.environments.game": ("Game", "Move"),
     "npu_vlrl.workflow.tools": ("Tool", "ToolContext", "ToolError"),
 }
-"""The module of each public name; the imports below tell type checkers the same, and a test compares the two."""
+"""Module of each public name. The imports below say the same to type checkers; a test compares the two."""
 
 if TYPE_CHECKING:
     from npu_vlrl.algorithms import ESTIMATORS as ESTIMATORS

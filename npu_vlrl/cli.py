@@ -1,4 +1,4 @@
-"""`npu-vlrl COMMAND …`: words to one function call, errors to exit codes.
+"""`npu-vlrl COMMAND …`: parses the command line, calls one function, and maps errors to exit codes.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input or missing hardware (one message that says what to change), 130 it was
 ended by Ctrl-C.
@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_software() -> None:
-    """Raises ConfigError for a transformers that the project was not tested with."""
+    """Raises ConfigError for a version of transformers that the project was not tested with."""
     from npu_vlrl.hardware.software import unsupported
 
     if problem := unsupported():
@@ -49,7 +49,7 @@ def _check_software() -> None:
 
 
 def _explained(error: Exception) -> int:
-    """Tells the user about an error that the program expects and returns the exit code; raises any other one."""
+    """Prints an expected error for the user and returns its exit code; re-raises any other error."""
     from safetensors import SafetensorError
 
     from npu_vlrl.common.atomic_files import is_full, refusal
@@ -93,7 +93,7 @@ def _ends(code: int, message: str) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand anywhere, also between options, which argparse alone does not allow."""
+    """Parses the command line. Overrides may stand anywhere, also between options, which argparse alone refuses."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and ("overrides" not in options or any(word.startswith("-") for word in rest)):

@@ -1,4 +1,4 @@
-"""Collectives between the processes of a crew, in the groups that a training makes."""
+"""Tests collectives between the processes of a crew, in the groups that a training makes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from npu_vlrl.acceptance.worker import Failed, Machine
 
 Found = tuple[Tensor, Tensor]
-"""Numbers that a collective gave, and those that it should have given."""
+"""Result of a collective, and the expected one."""
 
 
 def pattern(machine: Machine, pattern: str, members: str) -> dict[str, Any]:
-    """One collective over a group: small and large tensors of the device, and of the host where that is asked for in a
-    training. Raises Failed when the numbers are wrong.
+    """Tests one collective over a group: small and large tensors of the device, and of the host where a training uses
+    it. Raises Failed when the numbers are wrong.
     """
     ranks, group = machine.group(members)
     if machine.rank not in ranks:
@@ -52,7 +52,7 @@ def pattern(machine: Machine, pattern: str, members: str) -> dict[str, Any]:
 
 
 def _of(rank: int, like: Tensor, me: int) -> Tensor:
-    """Numbers that `pattern` gives rank number `rank` of the group."""
+    """Input of `pattern` at rank number `rank` of the group."""
     return (like.double() + (rank - me)).to(like.dtype)
 
 
@@ -103,11 +103,12 @@ _PATTERNS: dict[str, Callable[[Tensor, Any, int, list[int]], Found]] = {
 }
 
 _ON_HOST = ("broadcast", "all_reduce", "all_gather")
-"""Counts, metrics and sums of bits stay on the host."""
+"""Patterns also used with host tensors: counts, metrics and checksums stay on the host."""
 
 _FLOATS = (torch.bfloat16, torch.float32)
 _DTYPES = dict.fromkeys(_PATTERNS, _FLOATS) | {"broadcast": (torch.uint8, *_FLOATS)}
-"""Buckets of weights travel as bytes; gradients are added up in float32, or in the dtype of a frozen copy."""
+"""Dtypes of each pattern: buckets of weights are sent as bytes; gradients are reduced in float32, or in the dtype of a
+frozen copy."""
 
 
 def _objects(pattern: str, group: Any, me: int, ranks: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Worker processes that do checks together, and can be killed: a hang or a crash ends them and nothing else."""
+"""Worker processes that run checks together, and can be killed: a hang or a crash ends them and nothing else."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Entry = dict[str, Any]
 """Result of a check: `status` ("ok", "failed" or "not tried"), `detail`, and numbers of its own."""
 
 START_S = 180.0
-"""A worker that has just been started imports its libraries and opens its device first."""
+"""Additional seconds for a worker that was just started, which first imports libraries and opens its device."""
 GRACE_S = 3.0
-"""Seconds in which the others may still say why, once one has failed."""
+"""Seconds in which the others may still report the cause, once one has failed."""
 LINES = 15
-"""Number of the last lines of a process that the report holds."""
+"""Number of a process's last output lines that the report holds."""
 
 
 class Crew:
-    """`ranks` workers, each a process group of its own, so that what a worker starts is killed with it."""
+    """Crew of `ranks` workers, each a process group of its own, so that a worker's children are killed with it."""
 
     def __init__(self, ranks: int, environment: Mapping[str, str], folder: Path) -> None:
-        """`folder` holds what the workers say."""
+        """`folder` holds the output of the workers."""
         self.ranks = ranks
         self.fresh = True
         self._selector = selectors.DefaultSelector()
@@ -62,8 +62,8 @@ class Crew:
         return process
 
     def do(self, check: Check) -> Entry:
-        """Does a check, and returns its result. After any other status than "ok" the crew is of no more use, and should
-        be closed.
+        """Runs a check, and returns its result. After any other status than "ok" the crew is unusable, and should be
+        closed.
         """
         began = time.monotonic()
         limit = check.deadline_s + (START_S if self.fresh else 0.0)
@@ -79,7 +79,7 @@ class Crew:
         return {**entry, "seconds": round(time.monotonic() - began, 2)}
 
     def _wait(self, deadline: float) -> tuple[dict[int, Entry], list[int]]:
-        """Answers by rank, and the ranks that ended without one, in that order. Returns early after a failure."""
+        """Replies by rank, and the ranks that ended without one, in that order. Returns early after a failure."""
         answers: dict[int, Entry] = {}
         ended: list[int] = []
         while len(answers) + len(ended) < self.ranks and (left := deadline - time.monotonic()) > 0:
@@ -96,7 +96,7 @@ class Crew:
         return answers, ended
 
     def _judge(self, answers: Mapping[int, Entry], ended: list[int], limit: float) -> Entry:
-        """A process that crashed says more than one that failed because of it, and that more than one that waits."""
+        """Result of a check: a crash precedes a failure that it causes, and that precedes a process that waits."""
         if ended:
             rank = ended[0]
             code = self._processes[rank].wait()
@@ -126,7 +126,7 @@ class Crew:
         return self._logs[rank].read_text(errors="replace").strip().splitlines()[-LINES:]
 
     def close(self) -> None:
-        """Kills the workers and all that they started."""
+        """Kills the workers and all their children."""
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

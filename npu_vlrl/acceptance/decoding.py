@@ -1,4 +1,4 @@
-"""Graph capture of the attention of decoding, and what a step of decoding takes."""
+"""Checks graph capture of the attention of decoding, and times a decode step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def graph_capture(machine: Machine) -> dict[str, Any]:
 
 def decode_step(machine: Machine, model: str) -> dict[str, Any]:
     """Milliseconds of a step of the engine with `LAYERS` layers, launched anew and, where it can be, replayed; both
-    must draw tokens of the same log-probabilities.
+    must sample tokens of the same log-probabilities.
     """
     policy = shallow(machine, model, torch.bfloat16)
     rows, context = (4, 64) if machine.reduced else (32, 1024)
@@ -84,13 +84,13 @@ def decode_step(machine: Machine, model: str) -> dict[str, Any]:
 
 
 def _first_logprobs(x: Generation, y: Generation) -> list[tuple[float, float]]:
-    """Pairs of log-probabilities, of the tokens up to the first that differs: after it the two have other contexts."""
+    """Pairs of log-probabilities, up to the first token that differs: after it the contexts differ."""
     same = next((i for i, (a, b) in enumerate(zip(x.token_ids, y.token_ids, strict=True)) if a != b), len(x.token_ids))
     return list(zip(x.logprobs[:same], y.logprobs[:same], strict=True))
 
 
 def _decode(machine: Machine, policy: Policy, rows: int, context: int, capture: bool) -> tuple[list[Generation], float]:
-    """Draws tokens; returns them, and milliseconds of a step."""
+    """Samples tokens; returns them, and the milliseconds of a step."""
     new_capture = machine.platform.graph_capture if capture else lambda: None
     engine = InProcessEngine(policy, VisionFeatures(policy, None, 0), 2**32, new_capture)
 

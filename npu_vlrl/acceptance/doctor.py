@@ -1,4 +1,4 @@
-"""`npu-vlrl doctor`: what this machine offers, and whether it computes and communicates correctly right now."""
+"""Reports what this machine offers, and whether it computes and communicates correctly: `npu-vlrl doctor`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from npu_vlrl.kernels.graph_capture import can_capture
 from npu_vlrl.report.console import printable
 
 COLLECTIVE_S = 90.0
-"""Two processes import torch and the vendor's libraries; the sum itself takes milliseconds."""
+"""Seconds for two processes, which import torch and the vendor's libraries; the sum itself takes milliseconds."""
 
 GOOD, CHECK_FAILED, NO_HARDWARE = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried. A failed one says the remedy."""
+    """Result of one check. A failed one names the remedy."""
 
     name: str
     ok: bool
@@ -37,7 +37,7 @@ class Check:
 
 
 def doctor(as_json: bool) -> int:
-    """Prints the report. Returns 0 when all is good, 1 when a check failed, 2 without the hardware asked for."""
+    """Prints the report. Returns 0 when all is good, 1 when a check failed, 2 without the requested hardware."""
     report = diagnose()
     if as_json:
         print(json.dumps(report, indent=2))
@@ -48,9 +48,9 @@ def doctor(as_json: bool) -> int:
 
 
 def diagnose() -> dict[str, Any]:
-    """The report. Its keys are stable: `exit_code`, `platform` (None without one), `problem` (why there is none),
-    `platforms` (for each the reason why it cannot be used, or None), `versions`, `devices`, `environment`, `warnings`,
-    `kernels` (for each op the implementation that runs) and `checks`.
+    """Report as JSON values with stable keys: `exit_code`, `platform` (None without one), `problem` (why there is
+    none), `platforms` (for each the reason why it cannot be used, or None), `versions`, `devices`, `environment`,
+    `warnings`, `kernels` (for each op the implementation that runs) and `checks`.
     """
     everyone = {name: make() for name, make in PLATFORMS.items()}
     report: dict[str, Any] = {
@@ -115,7 +115,7 @@ def _checks(platform: Platform) -> Iterator[Check]:
 
 
 def _tried(name: str, attempt: Callable[[], str], remedy: str) -> Check:
-    """`attempt` returns what it saw, or raises what went wrong."""
+    """Runs a check: `attempt` returns a description, or raises an error."""
     try:
         return Check(name, True, attempt())
     except RuntimeError as error:
@@ -123,7 +123,9 @@ def _tried(name: str, attempt: Callable[[], str], remedy: str) -> Check:
 
 
 def compute(platform: Platform, index: int) -> str:
-    """Adds on the device, which stays the current one, and copies to it and back. Raises HardwareError if wrong."""
+    """Adds on the device, which stays the current one, and copies to it and back. Raises HardwareError for wrong
+    numbers.
+    """
     platform.set_device(index)
     numbers = torch.arange(1, 101, dtype=torch.float32).to(platform.device(index))
     _expect("the sum of 1 to 100", numbers.sum().item(), 5050.0)
@@ -150,7 +152,7 @@ def streams(platform: Platform) -> str:
 
 
 def _recording(platform: Platform) -> str:
-    """Recorded work runs again at each replay, on what its tensors hold by then."""
+    """Tests graph capture: captured work runs again at each replay, on the tensors' current values."""
     capture = platform.graph_capture()
     if capture is None:
         return "none: every step of decoding is launched anew"
@@ -194,7 +196,7 @@ def _collective(platform: Platform) -> str:
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
-    """Tables for people."""
+    """Prints the report as tables."""
     chosen = report["platform"]
     _table(console, "platforms", ((n, "usable" if why is None else why) for n, why in report["platforms"].items()))
     _table(console, "versions", report["versions"].items())

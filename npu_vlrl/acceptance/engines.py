@@ -1,4 +1,4 @@
-"""Engines that sample a tiny model, each token of which the learner then scores."""
+"""Tests engines that sample a tiny model; the learner then scores each of their tokens."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from npu_vlrl.training.guard import EngineGuard
 from npu_vlrl.workflow.render import Renderer
 
 ALLOWED = {"bfloat16": 0.3, "float32": 0.05}
-"""Nats between engine and learner. In bfloat16 0.03 to 0.06 is usual for models of this size; wrong pictures or weights
-make 1 to 3."""
+"""Largest gap in nats between engine and learner. In bfloat16 0.03 to 0.06 is usual for models of this size; wrong
+images or weights make 1 to 3."""
 
 
 def inprocess(machine: Machine, kind: str) -> dict[str, Any]:
-    """The engine of the learner's process, in the dtype that models are trained in. It shares the learner's weights."""
+    """Tests the engine of the learner's process, in the dtype of training. It shares the learner's weights."""
     found = _certificate(machine, tiny_config(kind, "bfloat16", algorithm=_limit("bfloat16")), told_late=False)
     return {"detail": f"{found['gap']:.3f} nats from the learner, {found['gap_updated']:.3f} after an update", **found}
 
 
 def vllm(machine: Machine, kind: str) -> dict[str, Any]:
-    """vLLM in this process, before an update, after it while nobody has told vLLM, and after it is told."""
+    """Tests vLLM in this process: before an update, after it while vLLM has the old weights, and after it has the new
+    ones.
+    """
     for problem in machine.platform.vllm_problems("bfloat16", sleep=False):
         raise NotTried(problem)
     config = tiny_config(kind, "bfloat16", rollout={"engine": "vllm"}, algorithm=_limit("bfloat16"))
@@ -45,8 +47,8 @@ def _limit(dtype: str) -> dict[str, object]:
 
 
 def _certificate(machine: Machine, config: Config, told_late: bool) -> dict[str, Any]:
-    """Gaps in nats of the probe that a training plays after each update. Raises LearnerError for one that is too large,
-    and Failed where weights that the engine was not told of make none.
+    """Gaps in nats of the probe that a training samples after each update. Raises LearnerError for a gap that is too
+    large, and Failed where outdated weights of the engine make none.
     """
     platform = machine.platform
     with scratch() as folder, ExitStack() as cleanup:
@@ -70,7 +72,7 @@ def _certificate(machine: Machine, config: Config, told_late: bool) -> dict[str,
 
 @torch.no_grad()
 def _randomise(loaded: LoadedModel, std: float) -> None:
-    """Every weight, norms and biases too: what is left out by an engine then shows."""
+    """Randomises every weight, norms and biases too, so that a weight which an engine leaves out shows."""
     generator = torch.Generator().manual_seed(int(1e3 * std))
     for parameter in loaded.policy.trainable().values():
         noise = (torch.randn(parameter.shape, generator=generator) * std).to(parameter)
@@ -78,7 +80,7 @@ def _randomise(loaded: LoadedModel, std: float) -> None:
 
 
 def _must_fail(check: EngineGuard) -> None:
-    """The control: an engine with old weights."""
+    """Raises Failed unless an engine with old weights fails the probe: the control."""
     try:
         found = check(1)
     except LearnerError:

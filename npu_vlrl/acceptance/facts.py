@@ -1,4 +1,4 @@
-"""Facts about a machine, and checks that its devices answer."""
+"""Collects facts about a machine, and checks that its devices respond."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from npu_vlrl.acceptance.worker import Machine, NotTried
 from npu_vlrl.hardware import software
 
 HIDDEN = re.compile(r"KEY|TOKEN|SECRET|PASS|HOST|ADDR|_IP\b|IFNAME|URL|PROXY|USER")
-"""Variables whose values may say who or where somebody is."""
+"""Names of variables whose values may identify a person, a machine or a secret."""
 HARMLESS = re.compile(r"[\w:,.=\[\]-]{0,80}")
-"""Values without a path."""
+"""Pattern of values without a path."""
 
 
 def facts(machine: Machine) -> dict[str, Any]:
-    """The head of the report, and what the plan of checks depends on."""
+    """Head of the report, on which the plan of checks depends."""
     platform = machine.platform
     count = platform.device_count()
     return {

@@ -1,4 +1,4 @@
-"""Memory of a device: its allocator, its end, and the estimate of an update against what the update took."""
+"""Tests the memory of a device: its allocator, its end, and the estimate of an update against the measurement."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.vision import VisionFeatures
 
 SLACK = 2**26
-"""Bytes that the allocator may take beyond twice what is used: it takes memory in blocks."""
+"""Bytes that the allocator may take beyond twice the used ones: it allocates in blocks."""
 
 CLOSE = 1.35
 """Largest factor between the measured peak and the estimate, either way."""
 
 
 def allocator(machine: Machine) -> dict[str, Any]:
-    """Blocks of lengths that change, half of them given back: memory of what is freed must serve again."""
+    """Tests the allocator with blocks of changing lengths, half of them freed: freed memory must be reused."""
     platform = machine.platform
     if platform.memory(0) is None:
         raise NotTried("this device has no memory of its own")
@@ -44,7 +44,7 @@ def allocator(machine: Machine) -> dict[str, Any]:
 
 
 def out_of_memory(machine: Machine) -> dict[str, Any]:
-    """A tensor larger than the device must be refused as torch's OutOfMemoryError, and the device go on."""
+    """Tests that a tensor larger than the device raises torch's OutOfMemoryError, and that the device continues."""
     memory = machine.platform.memory(0)
     if memory is None:
         raise NotTried("this device has no memory of its own")
@@ -60,7 +60,7 @@ def out_of_memory(machine: Machine) -> dict[str, Any]:
 
 
 def estimate(machine: Machine, model: str) -> dict[str, Any]:
-    """Two updates of the first layers of a published model; `npu-vlrl estimate` says the peak by the same formulas."""
+    """Compares the peak of two updates of a published model's first layers with the formulas of `npu-vlrl estimate`."""
     if machine.platform.memory(0) is None:
         raise NotTried("this device has no memory of its own")
     policy = shallow(machine, model, torch.bfloat16)

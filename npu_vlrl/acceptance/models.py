@@ -1,4 +1,4 @@
-"""Models made on the spot: tiny ones as folders, and shallow ones with the widths of published models."""
+"""Makes models for the checks: tiny ones as folders, and shallow ones with the widths of published models."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import Sample, Segment, SegmentKind, SpecialTokens, StopReason
 
 LAYERS = 2
-"""Number of layers of a shallow model, in the tower as in the text."""
+"""Number of layers of a shallow model, in the tower and in the text model."""
 NARROW = 2**10
-"""Ids of a shallow model where sizes are reduced."""
+"""Vocabulary of a shallow model where sizes are reduced."""
 REDUCED_TEXT = {
     "vocab_size": NARROW,
     "hidden_size": 512,
@@ -29,13 +29,13 @@ REDUCED_TEXT = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-"""Heads of 128, as those of the published models."""
+"""Reduced text model with heads of 128, as in the published models."""
 REDUCED_TOWER = {"hidden_size": 160, "intermediate_size": 427, "num_heads": 2, "out_hidden_size": 512}
-"""Heads of 80."""
+"""Reduced tower with heads of 80."""
 
 
 def tiny_config(kind: str, dtype: str, **sections: dict[str, object]) -> Config:
-    """The configuration of a training of a `tiny:` model that is large enough for vLLM's operators (heads of 32)."""
+    """Configuration of a training of a `tiny:` model that is large enough for vLLM's operators (heads of 32)."""
     settings: dict[str, dict[str, object]] = {
         "model": {"path": f"tiny:{kind}", "dtype": dtype},
         "data": {"train": {"generator": "photo"}},
@@ -56,7 +56,7 @@ def scratch() -> Iterator[Path]:
 
 
 def shallow(machine: Machine, model: str, dtype: torch.dtype) -> Policy:
-    """The first `LAYERS` layers of a published model, with random weights, on this process's device."""
+    """Makes the first `LAYERS` layers of a published model, with random weights, on this process's device."""
     settings = json.loads((PUBLISHED / model / "config.json").read_text())
     text, vision = settings["text_config"], settings["vision_config"]
     text["num_hidden_layers"] = LAYERS
@@ -76,13 +76,13 @@ def shallow(machine: Machine, model: str, dtype: torch.dtype) -> Policy:
 
 
 def token_ids(policy: Policy, number: int, length: int) -> tuple[int, ...]:
-    """Some text, another one for each number, without placeholders of images."""
+    """Random token ids, different for each number, without placeholders of images."""
     below = min(policy.n_tokens, policy.special.image or policy.n_tokens) - 8
     return tuple(1 + (number * 7919 + 31 * place) % below for place in range(length))
 
 
 def samples_of(policy: Policy, count: int, length: int, sampled: int) -> list[Sample]:
-    """`count` samples of `length` tokens that share nothing; the last `sampled` of each are trained."""
+    """Makes `count` samples of `length` tokens that share no prefix; the last `sampled` tokens of each are trained."""
     made = []
     for number in range(count):
         prompt, action = _segments(policy, token_ids(policy, number, length), length - sampled)

@@ -1,4 +1,4 @@
-"""Every op of the table at the shapes of published models, against its reference on the host."""
+"""Tests every op of the table at the shapes of published models, against its reference on the host."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ float32 from the same rounded inputs."""
 FULL = Amounts(tokens=2048, patches=1024, rows=32, room=2048, scored=256)
 REDUCED = Amounts(tokens=96, patches=64, rows=3, room=128, scored=16)
 REDUCED_TOWER = Tower(hidden=160, heads=2, inner=427, patch=(3, 2, 14, 14))
-"""Heads of 80 and an odd inner width, as those of the published models."""
+"""Reduced tower with heads of 80 and an odd inner width, as in the published models."""
 NARROW_VOCABULARY = {True: 2**9, False: 2**14}
-"""Ids of the head where not the whole of it is tried, by whether sizes are reduced."""
+"""Vocabulary of the head where it is not tested whole, by whether sizes are reduced."""
 
 
 def shapes_of(model: str) -> Shapes:
-    """Of a model whose config.json is in `estimate/published`."""
+    """Shapes of a model whose config.json is in `estimate/published`."""
     settings = json.loads((PUBLISHED / model / "config.json").read_text())
     text, vision = settings.get("text_config", settings), settings["vision_config"]
     side, frames = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
@@ -46,7 +46,7 @@ def shapes_of(model: str) -> Shapes:
 
 
 def compare(machine: Machine, op: str, dtype: str) -> dict[str, Any]:
-    """All cases of an op. Raises Failed when one is beyond the tolerance or raises."""
+    """Compares all cases of an op. Raises Failed when one is beyond the tolerance or raises."""
     precision = getattr(torch, dtype)
     tolerance = TOLERANCES[precision]
     device = machine.device
@@ -67,7 +67,7 @@ def compare(machine: Machine, op: str, dtype: str) -> dict[str, Any]:
 
 
 def _cases(machine: Machine, op: str, dtype: str) -> list[tuple[str, parity.Case]]:
-    """Named by model. An op without a case at these shapes has those of `parity`."""
+    """Cases by model. An op without a case at these shapes has those of `parity`."""
     amounts, found = REDUCED if machine.reduced else FULL, []
     for model in MODELS if dtype == TRAINED or not machine.reduced else MODELS[:1]:
         shapes = shapes_of(model)

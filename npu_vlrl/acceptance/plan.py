@@ -1,4 +1,4 @@
-"""The checks of an acceptance test, in their order: what each calls, how long it may take, and what turns it off."""
+"""The checks of an acceptance test, in their order: function, time limit, and the setting that avoids it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 HERE = __name__.rpartition(".")[0]
 
 MODELS = ("Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-7B-Instruct")
-"""Models whose shapes are tried; `estimate/published` has them."""
+"""Models whose shapes are tested; `estimate/published` has them."""
 
 TRAINED, EXACT, UNUSED = "bfloat16", "float32", "float16"
-"""Dtypes: what models are trained in, the other one that `model.dtype` knows, and one that nothing here trains in."""
+"""Dtypes: that of training, the other value of `model.dtype`, and one in which nothing here is trained."""
 
 PATTERNS = (
     *("broadcast", "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
     *("all_gather_object", "broadcast_object_list"),
 )
-"""Collectives, as torch.distributed calls them. This project uses the first five; vLLM, and experts, the others."""
+"""Collectives, as torch.distributed names them. This project uses the first five; vLLM, and experts, the others."""
 
 ONE_DEVICE = 0
-"""`Check.ranks` of what takes several devices, where there is one."""
+"""Value of `Check.ranks` for a check of several devices where there is one."""
 
 ALONE = "NPU_VLRL_PROCESSES=1 (one process, no collectives)"
 
@@ -35,23 +35,23 @@ class Check:
 
     name: str
     function: str
-    """MODULE:FUNCTION, which is given a `worker.Machine` and the arguments."""
+    """Function as MODULE:FUNCTION; it receives a `worker.Machine` and the arguments."""
     turned_off_by: str
-    """The key of the configuration or the environment variable with which a training does without it."""
+    """Key of the configuration or environment variable with which a training avoids the checked feature."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     deadline_s: float = 120.0
     ranks: int = 1
-    """Processes that do it together, each with a device of its own."""
+    """Number of processes that run it together, each with a device of its own."""
     fresh: bool = False
-    """Whether it needs a process that has done nothing before, since it looks at the peak of memory or leaves much."""
+    """Whether it needs a fresh process, since it measures peak memory or leaves much behind."""
 
 
 FACTS = Check("facts", f"{HERE}.facts:facts", "")
-"""Comes first: what the others are depends on it."""
+"""First check: the others depend on its facts."""
 
 
 def checks(facts: Mapping[str, Any]) -> Iterator[Check]:
-    """All that follow `FACTS`, by what it found. What a training cannot do without comes first."""
+    """Checks after `FACTS`, depending on its result. Features that a training needs come first."""
     for index in range(len(facts["devices"])):
         hidden = f"{facts['visible_devices_variable'] or 'nothing'} (leave this device out)"
         yield Check(f"device {index}", f"{HERE}.facts:device", hidden, {"index": index})
@@ -70,7 +70,7 @@ def _ops(names: list[str], dtype: str) -> Iterator[Check]:
 
 
 def _single() -> Iterator[Check]:
-    """One process on the first device."""
+    """Checks of one process on the first device."""
     yield Check("streams", f"{HERE}.facts:streams", "nothing; update the driver")
     yield Check("graph capture", f"{HERE}.decoding:graph_capture", "rollout.graphs=false")
     ops = "NPU_VLRL_REFERENCE_OPS= with the ops that failed, or rollout.engine=vllm"
@@ -82,7 +82,7 @@ def _single() -> Iterator[Check]:
 
 
 def _several(ranks: int) -> Iterator[Check]:
-    """One process a device."""
+    """Checks of one process for each device."""
     groups = {"all processes": "all"} | ({"learners": "some", "learner and engines": "engines"} if ranks > 2 else {})
     for name, members in groups.items():
         turned_off_by = {"learners": "train.learners=1", "learner and engines": "sync.through=disk"}.get(name, ALONE)

@@ -1,4 +1,5 @@
-"""The report of an acceptance test: a JSON file, written anew after each check, so that an abort leaves the rest."""
+"""Report of an acceptance test: a JSON file, rewritten after each check, so that an abort leaves the earlier
+results."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from npu_vlrl.common.atomic_files import write_text
 from npu_vlrl.common.exit_codes import BAD_INPUT, DONE, FAILED
 
 LIMIT_S = 1800.0
-"""No check begins later: on a machine where everything hangs, each would wait for its deadline."""
+"""Seconds after which no check begins: on a machine where everything hangs, each would wait for its deadline."""
 
 ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
 
@@ -29,8 +30,8 @@ ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
 def write_report(file: Path) -> int:
     """Runs all checks. Returns 0 when none failed, 1 when one did, and 2 without the hardware.
 
-    Raises an OSError that names the file where it cannot be written. It holds no names of hosts or users, no addresses
-    and no values of variables that may be secret.
+    Raises an OSError that names the file where it cannot be written. The file holds no names of hosts or users, no
+    addresses and no values of variables that may be secret.
     """
     report = _Report(file)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -58,7 +59,7 @@ def _applied(check: Check, do: _Crews) -> Entry:
 
 
 class _Crews:
-    """Gives each check a crew of its size: the one of before, unless something went wrong in it."""
+    """Gives each check a crew of its size: the previous one, unless something failed in it."""
 
     def __init__(self, folder: Path) -> None:
         self.environment: dict[str, str] = dict(os.environ)
@@ -91,10 +92,10 @@ def _crews(folder: Path) -> Iterator[_Crews]:
 
 
 class _Report:
-    """The file."""
+    """The file of the report."""
 
     def __init__(self, file: Path) -> None:
-        """Writes a first version, which shows that it can be written."""
+        """Writes a first version, which shows that the file is writable."""
         self.file = file
         self.failed = 0
         self._began = time.monotonic()

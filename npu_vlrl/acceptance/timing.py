@@ -1,4 +1,4 @@
-"""Times on a device: the median of several calls, each waited for."""
+"""Times work on a device: the median of several calls, each synchronised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_vlrl.acceptance.worker import Machine
 
 
 def milliseconds(machine: Machine, work: Callable[[], object]) -> float:
-    """Median of 20 calls after 3, of 3 after 1 where sizes are reduced."""
+    """Median milliseconds of 20 calls after 3 warm-up calls; of 3 after 1 where sizes are reduced."""
     before, calls = (1, 3) if machine.reduced else (3, 20)
     taken = []
     for number in range(before + calls):

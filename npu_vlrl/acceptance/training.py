@@ -1,4 +1,4 @@
-"""What several processes of a training do together: weights to engines, and updates of several learners."""
+"""Tests several processes of a training together: weight synchronisation, and updates of several learners."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npu_vlrl.sync.weights import SyncError, WeightReceiver, Weights, WeightSend
 from npu_vlrl.training import processes
 
 LOSS_TOLERANCE = 1e-3
-"""Nats between several learners and one, in float32."""
+"""Largest difference in nats between several learners and one, in float32."""
 
 
 class Bits(Message):
@@ -28,8 +28,8 @@ class Bits(Message):
 
 
 def weights(machine: Machine) -> dict[str, Any]:
-    """Two versions by the way that a training takes: buckets, checksums of each, commit. The engines' bits are then
-    compared with the learner's once more. Raises SyncError and PeerError as a training would.
+    """Sends two versions as a training does: buckets, checksums of each, commit. The engines' bits are then compared
+    with the learner's once more. Raises SyncError and PeerError as a training would.
     """
     world = machine.world
     size = 2**17 if machine.reduced else 2**28
@@ -72,7 +72,7 @@ def _change(held: dict[str, Tensor], version: int) -> None:
 
 
 def _bits(held: dict[str, Tensor]) -> list[int]:
-    """A sum of each tensor's bits, in which every place counts another number."""
+    """Checksum of each tensor's bits, in which every position has its own factor."""
     sums = []
     for tensor in held.values():
         bits = tensor.flatten().view(torch.int16).long()
@@ -81,7 +81,7 @@ def _bits(held: dict[str, Tensor]) -> list[int]:
 
 
 def learners(machine: Machine, shard: bool) -> dict[str, Any]:
-    """Two steps of likelihood of all processes together, against one process with the same samples."""
+    """Compares three supervised steps of all processes together with one process on the same samples."""
     world = machine.world
     config = tiny_config("qwen2_5_vl", "float32", train={"learners": "all", "shard": shard})
     losses: dict[str, list[float]] = {}

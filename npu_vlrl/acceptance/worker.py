@@ -1,6 +1,6 @@
-"""One worker of a `crew`, started as `python -m npu_vlrl.acceptance.worker DESCRIPTOR`.
+"""Worker process of a `crew`, started as `python -m npu_vlrl.acceptance.worker DESCRIPTOR`.
 
-It does the checks that come in by its standard input, and writes a line of JSON for each into the pipe DESCRIPTOR.
+It runs the checks that it reads from standard input, and writes a line of JSON for each into the pipe DESCRIPTOR.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from npu_vlrl.hardware import Platform, to_report
 from npu_vlrl.network.world import World, join
 
 LARGE = 20e9
-"""Bytes of a device's memory, from which on checks have their full sizes."""
+"""Bytes of a device's memory from which checks have their full sizes."""
 
 
 class NotTried(Exception):
-    """A check that does not apply here; the message says why."""
+    """Raised by a check that does not apply here; the message says why."""
 
 
 class Failed(Exception):
-    """A check found something wrong. `found` goes into the report beside the message."""
+    """Raised by a check that found a fault. `found` goes into the report beside the message."""
 
     def __init__(self, message: str, **found: Any) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class Failed(Exception):
 
 
 class Machine:
-    """What checks are given: this process's device, and the other processes of its crew."""
+    """Argument of the checks: this process's device, and the other processes of its crew."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -48,7 +48,7 @@ class Machine:
 
     @cached_property
     def platform(self) -> Platform:
-        """Ready for work on this process's device. Raises HardwareError."""
+        """Opens the platform on this process's device. Raises HardwareError."""
         platform = to_report()
         platform.set_device(self.rank if platform.device_count() > 1 else 0)
         kernels.use(platform.kernels)
@@ -67,11 +67,13 @@ class Machine:
 
     @cached_property
     def world(self) -> World:
-        """The processes of the crew, as a training joins them."""
+        """Connection with the processes of the crew, as in a training."""
         return join(self.platform, self.deadline_s, device=self.device.index)
 
     def group(self, members: str) -> tuple[list[int], dist.ProcessGroup | None]:
-        """Ranks of a group that a training makes, and the group where this process is in it. All call it together."""
+        """Ranks of a group that a training makes, and the group itself where this process is a member. Every process
+        must call it.
+        """
         half = max(2, self.world.size // 2)
         ranks = {"all": range(self.size), "some": range(half), "engines": [0, *range(half, self.size)]}[members]
         if members not in self._groups:

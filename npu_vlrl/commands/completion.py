@@ -1,4 +1,4 @@
-"""`npu-vlrl completion`: what a shell needs to complete commands, options and configuration keys."""
+"""Prints the shell completion of commands, options and configuration keys: `npu-vlrl completion`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _npu_vlrl() {
 }
 complete -o bashdefault -F _npu_vlrl npu-vlrl
 """
-"""The value of a key follows at once."""
+"""End of bash's script: the value of a key follows without a space."""
 
 PATHS = {"FILE": "FILE", "DIR": "DIRECTORY", "RUN": "DIRECTORY"}
-"""What shtab calls that which the help of an option calls so."""
+"""Kinds of paths in shtab, by the metavariable of an option."""
 
 
 def add(commands: Commands) -> None:
@@ -61,7 +61,7 @@ def _completion(options: argparse.Namespace) -> None:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of all commands."""
+    """Arguments of all commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

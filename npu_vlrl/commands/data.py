@@ -1,4 +1,4 @@
-"""`npu-vlrl data …`: prepares data, and looks at it."""
+"""Commands `npu-vlrl data …`, which prepare and check data."""
 
 from __future__ import annotations
 

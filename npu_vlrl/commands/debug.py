@@ -1,4 +1,4 @@
-"""Each half of a training alone, to find out which of them is at fault: rollouts without learning, and the reverse."""
+"""Debug runs of one half of a training: rollouts without learning, and learning from recorded rollouts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from npu_vlrl.training.warm_start import FOLDER
 
 
 def rollout_only(config: Config) -> None:
-    """Plays the groups of each step and records them; there is no learner, and the weights stay as they are.
+    """Plays the groups of each step and records them, without a learner and with constant weights.
 
-    Raises ConfigError for what needs a learner.
+    Raises ConfigError for settings that need a learner.
     """
     if config.warm_start.steps or config.train.staleness:
         key = "warm_start.steps" if config.warm_start.steps else "train.staleness"
@@ -52,7 +52,7 @@ async def _play(run: Run) -> None:
 
 
 def train_only(config: Config, recorded: Path) -> None:
-    """Learns from the trajectories that a run recorded: its tokens, logprobs, rewards and pictures; nothing is sampled.
+    """Learns from the trajectories that a run recorded: its tokens, logprobs, rewards and images; nothing is sampled.
 
     With the configuration of that run each step has the metrics that it had there. It begins with the same weights: a
     warm start is taken from that run's folder. No checkpoint or model is written.

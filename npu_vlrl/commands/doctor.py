@@ -1,4 +1,4 @@
-"""`npu-vlrl doctor`"""
+"""Command `npu-vlrl doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`npu-vlrl eval`"""
+"""Command `npu-vlrl eval`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    """Without a configuration the evaluation in the run folder is finished already, and only compared."""
+    """Evaluates and compares. Without a configuration the run folder's finished evaluation is only compared."""
     # absolute before a game is made, which may change the working directory
     against, out = (path and Path(path).absolute() for path in (options.against, options.out))
     if options.out is not None and options.against is None:
@@ -42,7 +42,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _check_finished(folder: Path) -> None:
-    """Before an evaluation takes its time."""
+    """Raises ConfigError for an unusable other evaluation, before this one takes its time."""
     from npu_vlrl.report.evaluated import read
 
     read(folder)

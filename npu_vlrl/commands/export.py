@@ -1,4 +1,4 @@
-"""`npu-vlrl export`"""
+"""Command `npu-vlrl export`."""
 
 from __future__ import annotations
 

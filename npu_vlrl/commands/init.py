@@ -1,4 +1,4 @@
-"""`npu-vlrl init`"""
+"""Command `npu-vlrl init`."""
 
 from __future__ import annotations
 

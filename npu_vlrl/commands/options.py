@@ -1,4 +1,4 @@
-"""What commands that take a configuration share."""
+"""Arguments shared by the commands that take a configuration."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from npu_vlrl.common.exit_codes import DONE
 from npu_vlrl.config import Config, load_config
 
 Commands = Any
-"""What `ArgumentParser.add_subparsers` returns; its class has no public name."""
+"""Type of the result of `ArgumentParser.add_subparsers`, whose class has no public name."""
 
 
 def add_config(command: argparse.ArgumentParser, required: bool = True) -> None:
-    """`--config` and overrides."""
+    """Adds `--config` and overrides."""
     command.add_argument(
         "--config", required=required, action="append", metavar="FILE", help="YAML file; of several a later one wins"
     )
@@ -25,7 +25,7 @@ def add_config(command: argparse.ArgumentParser, required: bool = True) -> None:
 def add_configured(
     commands: Commands, name: str, text: str, run: Callable[..., object], required: bool = True
 ) -> argparse.ArgumentParser:
-    """A command that takes a configuration file, or may do without one, and overrides of it."""
+    """Adds a command that takes a configuration file, or may do without one, and overrides of it."""
     command: argparse.ArgumentParser = commands.add_parser(name, help=text)
     add_config(command, required)
     command.add_argument("--run-dir", metavar="DIR", help="the same as run.dir=DIR")
@@ -34,13 +34,13 @@ def add_configured(
 
 
 def load(options: argparse.Namespace) -> Config:
-    """The configuration that the words of `add_configured` ask for."""
+    """Loads the configuration that the arguments of `add_configured` name."""
     directory = [f"run.dir={options.run_dir}"] if getattr(options, "run_dir", None) else []
     return load_config(options.config, [*directory, *options.overrides])
 
 
 def run_placed(config: Config, command: str, run: Callable[[Config], object]) -> int:
-    """In processes that Ray places, or here. Returns the exit code."""
+    """Runs a command in processes that Ray places, or in this one. Returns the exit code."""
     from npu_vlrl.cluster.driver import drive
 
     if drives(config):

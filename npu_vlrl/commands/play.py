@@ -1,4 +1,4 @@
-"""`npu-vlrl play`"""
+"""Command `npu-vlrl play`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def add(commands: Commands) -> None:
     )
     player.add_argument("--seed", type=int, metavar="N", help="the same as train.seed=N")
     player.add_argument("--task", type=int, default=0, metavar="N", help="number of the task; the first one is 0")
-    player.add_argument("--images", metavar="DIR", help="folder to write the pictures to")
-    player.add_argument("--show", action="store_true", help="show pictures in the terminal also with --images")
+    player.add_argument("--images", metavar="DIR", help="folder to write the images to")
+    player.add_argument("--show", action="store_true", help="show images in the terminal also with --images")
     player.add_argument("overrides", nargs="*", metavar="key=value", help="with --config, e.g. workflow.max_turns=5")
     player.set_defaults(run=_play)
 

@@ -1,4 +1,4 @@
-"""`npu-vlrl plot`"""
+"""Command `npu-vlrl plot`."""
 
 from __future__ import annotations
 

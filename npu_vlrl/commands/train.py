@@ -1,4 +1,4 @@
-"""`npu-vlrl train`, and `npu-vlrl config`, which shows what it would do."""
+"""Command `npu-vlrl train`, and `npu-vlrl config`, which shows the resolved configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`npu-vlrl view`"""
+"""Command `npu-vlrl view`."""
 
 from __future__ import annotations
 

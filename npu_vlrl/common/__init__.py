@@ -1,1 +1,1 @@
-"""Small parts that every room may use; they import nothing but `types.py`."""
+"""Helpers that every room may import; they import nothing of the project but `types.py`."""

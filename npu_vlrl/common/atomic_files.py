@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and errors that name them, as those of `write` and safetensors do not."""
+"""Atomic file writes (a file is complete or absent), and OSErrors that name the file where the library's do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from safetensors import SafetensorError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The disk, or what a user may have of it."""
+"""Error numbers of a full disk or an exhausted quota."""
 
 REFUSED = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
@@ -32,7 +32,7 @@ def is_full(error: OSError | SafetensorError) -> bool:
 
 
 def refusal(error: OSError | SafetensorError) -> str | None:
-    """What to tell whoever gave a path that cannot be used; None for other errors, and where nobody knows the path."""
+    """Message for the user who gave an unusable path. None for other errors, and for errors without a path."""
     if not isinstance(error, OSError) or error.errno not in REFUSED or error.filename is None:
         return None
     names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
@@ -40,7 +40,7 @@ def refusal(error: OSError | SafetensorError) -> str | None:
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why nothing can be written in a folder, which may be there or not; None where it can."""
+    """Reason why nothing can be written in a folder, which may not exist yet; None where it is writable."""
     try:
         for there in (folder.absolute(), *folder.absolute().parents):
             if there.exists():
@@ -53,7 +53,7 @@ def unwritable(folder: Path) -> str | None:
 
 
 def _number(error: OSError | SafetensorError) -> int | None:
-    """The system's, of what went wrong."""
+    """Error number of the operating system; None where the error has none."""
     if isinstance(error, OSError):
         return error.errno
     found = _NUMBER.search(str(error))
@@ -62,8 +62,8 @@ def _number(error: OSError | SafetensorError) -> int | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises an OSError that names `path` when the disk is full, or safetensors may not write there; what else is wrong
-    stays as it is.
+    """Re-raises a full disk, and any refusal that safetensors reports, as an OSError that names `path`. Passes on other
+    errors unchanged.
     """
     from safetensors import SafetensorError  # a configuration is read without it
 
@@ -77,7 +77,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Has `write` make a file beside `path`, which then takes its place. Raises what `writing` raises."""
+    """Writes a file atomically: `write` makes a file beside `path`, which replaces it. Raises what `writing` raises."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with writing(path):
@@ -88,18 +88,18 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Raises what `writing` raises."""
+    """Writes a UTF-8 text file atomically. Raises what `writing` raises."""
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def set_permissions(file: Path) -> None:
-    """Gives a file of safetensors, which writes for its owner alone, the rights that other files get."""
+    """Gives a file of safetensors, which is readable by its owner alone, the permissions of ordinary new files."""
     mask = os.umask(0o077)
     os.umask(mask)
     file.chmod(0o666 & ~mask)
 
 
 def sha256(file: Path) -> str:
-    """In hexadecimal, of all that is in a file."""
+    """SHA-256 of a file's content, in hexadecimal."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

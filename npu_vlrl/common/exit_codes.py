@@ -1,5 +1,5 @@
-"""How a command ends, for whoever started it."""
+"""Exit codes of the commands."""
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 INTERRUPTED = 130
-"""By Ctrl-C, as a shell would say."""
+"""Exit code after Ctrl-C, as in shells."""

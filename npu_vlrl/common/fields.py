@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""Base class and field types of the sections of the configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CountOrOff = Annotated[int, Field(ge=0)]
 
 
 def expand_home(*fields: str) -> Any:
-    """A validator of paths: `~` at their beginning is the home folder, which no shell expands after `key=`."""
+    """Validator of paths that replaces a leading `~` by the home folder; shells do not expand it after `key=`."""
     return field_validator(*fields)(lambda value: value and os.path.expanduser(value))
 
 

@@ -1,8 +1,8 @@
-"""Names of the configuration and of commands, with the module that each stands for.
+"""Registries: names of the configuration and of commands, with the module that implements each.
 
-It imports nothing of the project, so every room may read it. A task has its data, reward, demonstrations and starting
-configuration in one place, `tasks/NAME.py` or `tasks/NAME/`, and is entered here: those are the two files of a new one.
-`tasks/__init__.py` says what the modules of each table hold.
+This module imports nothing of the project, so every room may import it. A task has its data, reward, demonstrations and
+starting configuration in one place, `tasks/NAME.py` or `tasks/NAME/`, and an entry here: a new task touches these two
+files. `tasks/__init__.py` lists the members that the modules of each table define.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ GENERATORS = {
     "arrow": "npu_vlrl.tasks.arrow",
     "episodes": "npu_vlrl.tasks.episodes",
 }
-"""`data.train.generator`, `data.eval.generator`"""
+"""Modules of `data.train.generator` and `data.eval.generator`."""
 
 GAMES = {
     "sokoban": "npu_vlrl.tasks.sokoban",
     "frozenlake": "npu_vlrl.tasks.frozenlake",
     "gymnasium": "npu_vlrl.workflow.environments.gym",
 }
-"""`environment.name`, besides `visual_qa`"""
+"""Modules of `environment.name`, except `visual_qa`."""
 
 RULES = {
     "math_verify": "npu_vlrl.workflow.rewards.math_verify",
@@ -33,14 +33,14 @@ RULES = {
     "benchmark": "npu_vlrl.tasks.benchmark.reward",
     "python": "npu_vlrl.workflow.rewards.python",
 }
-"""`reward.rule`, besides `weighted`"""
+"""Modules of `reward.rule`, except `weighted`."""
 
 DATA = {
     "geo3k": "npu_vlrl.tasks.geo3k.command",
     "rotation": "npu_vlrl.tasks.rotation.command",
     "benchmark": "npu_vlrl.tasks.benchmark.command",
 }
-"""`npu-vlrl data NAME`"""
+"""Modules of `npu-vlrl data NAME`."""
 
 STARTERS = {
     "geo3k": "npu_vlrl.tasks.geo3k",
@@ -48,9 +48,9 @@ STARTERS = {
     "sokoban": "npu_vlrl.tasks.sokoban",
     "own-data": "npu_vlrl.tasks.own_data",
 }
-"""`npu-vlrl init --task NAME`"""
+"""Modules of `npu-vlrl init --task NAME`."""
 
 
 def load(table: dict[str, str], name: str) -> Any:
-    """The module of a name that the table has."""
+    """Imports the module that a table registers for a name."""
     return importlib.import_module(table[name])

@@ -1,6 +1,6 @@
 """Functions from the user's own files, named in the configuration as `path/to/file.py:function`.
 
-This runs code. A name may come from the configuration only, never from data or from a model.
+Loading runs code, so a name may come from the configuration only, never from data or from a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def is_spec(name: str) -> bool:
 
 
 def load_function(spec: str, classes: bool = False) -> Callable[..., Any]:
-    """The function, or with `classes` also the class, that `path/to/file.py:function` names.
+    """Loads the function, or with `classes` also the class, that `path/to/file.py:function` names.
 
     A relative path starts at the working directory, and `~` is the home folder.
 

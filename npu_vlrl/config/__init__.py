@@ -1,4 +1,4 @@
-"""The configuration: `schema.py` is what there is, with `training.py`; `file.py` reads and writes it."""
+"""The configuration: `schema.py` and `training.py` define it, `file.py` reads and writes it."""
 
 from npu_vlrl.algorithms import AlgorithmConfig
 from npu_vlrl.common.fields import ConfigError

@@ -6,7 +6,7 @@ EXTRAS = {
     **{"matplotlib": "plots", "gymnasium": "games"},
     **{name: name for name in ("ray", "vllm", "tensorboard", "wandb", "swanlab", "trackio")},
 }
-"""The extra of pyproject.toml that brings a package, by the name that is imported."""
+"""Extra of pyproject.toml that installs an optional package, by the package's import name."""
 
 
 def remedy(package: str) -> str:

@@ -31,10 +31,10 @@ SUCCESSORS = {
     "rollout.top_p": "training samples from the whole distribution; leave it out, or set evaluation.top_p",
     "rollout.top_k": "training samples from the whole distribution; leave it out, or set evaluation.top_k",
 }
-"""Keys of earlier versions."""
+"""Keys of earlier versions, with the advice that the error gives."""
 
 INTERPOLATION = re.compile(rf"\$\{{(oc\.\w+:|({'|'.join(Config.model_fields)})\.)[^}}]*\}}")
-"""References such as `${train.seed}`, which were replaced once."""
+"""Pattern of interpolations such as `${train.seed}`, which earlier versions resolved."""
 
 
 def load_config(path: str | Path | Sequence[str | Path], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
@@ -85,15 +85,15 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """`above`, and of two mappings also what `below` has besides, at any depth."""
+    """Merges two mappings at any depth, where `above` wins; anything else is `above`."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
     return below | {key: _merged(below.get(key), value) for key, value in above.items()}
 
 
 def _drop_options(below: Any, above: Any) -> None:
-    """Removes the `options` in `below`, at any depth, of a game or rule for which `above` names another one: they
-    belong to what they were written for. Options below which no name stands are for whatever `above` names.
+    """Removes each `options` in `below`, at any depth, that belongs to another game or rule than the one that `above`
+    names. Options without a name beside them are kept.
     """
     if not isinstance(below, dict) or not isinstance(above, dict):
         return
@@ -115,7 +115,7 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
-    """`{"a": {"b": value}}` for the key a.b"""
+    """Nested mapping of a dotted key: `{"a": {"b": value}}` for the key a.b."""
     above, _, last = key.rpartition(".")
     return _nested(above, {last: value}) if above else {last: value}
 
@@ -170,7 +170,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 
 def _hint(key: str, item: Any) -> str:
-    """How to write what was meant."""
+    """Advice on how to write the value, appended to the error; "" without any."""
     value = item["input"]
     if item["type"] == "tuple_type" and isinstance(value, str):
         return f"; write it as a list: {key}=[{value}]"

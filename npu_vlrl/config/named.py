@@ -1,4 +1,4 @@
-"""Configurations that come with the package, by name."""
+"""Configurations that come with the package, found by name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from npu_vlrl.common.fields import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""In a checkout a link to `configs/` at its top, of which a built package has a copy."""
+"""Folder of the configurations: in a checkout a link to the top-level `configs/`, in a built package a copy of it."""
 
 
 def find(name: str | Path) -> Path:
-    """The file of a configuration: a path, or a name such as `photo_tiny` or `tasks/geo3k`. A file wins over a name.
+    """Finds the file of a configuration: a path, or a name such as `photo_tiny` or `tasks/geo3k`. Files win over names.
 
-    Raises ConfigError, which tells the nearest names, or all of them.
+    Raises ConfigError that lists the nearest names, or all names.
     """
     if (path := Path(name)).is_file():
         return path

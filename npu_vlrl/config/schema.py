@@ -1,4 +1,4 @@
-"""The whole configuration as one typed schema. Every field is read somewhere; a test checks it."""
+"""The schema of the whole configuration. Every field is read somewhere; a test checks it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from npu_vlrl.types import MAX_REWARD
 
 
 class RunConfig(Section):
-    """Where a run writes."""
+    """Output of a run: its folder, records, checkpoints and sinks."""
 
     dir: str = "runs/latest"
     """Folder of the run. Relative paths start where the command is started."""
     if_exists: Literal["raise", "resume"] = "raise"
-    """What to do when the folder holds a run already: refuse, or go on from its last checkpoint."""
+    """Action when the folder already holds a run: `raise` refuses, `resume` continues from its last checkpoint."""
     if_changed: Literal["raise", "accept"] = "raise"
-    """What to do when a reward, tool or game of your own is no longer what a resumed run began with: refuse, or go on
-    with it and record that in `inputs.json`. Model and data must be the same."""
+    """Action when a reward, tool or game of your own differs from the one that a resumed run began with: `raise`
+    refuses, `accept` continues and records the change in `inputs.json`. Model and data must be the same."""
     log_every: Count = 1
     """Steps between lines of progress."""
     show_every: CountOrOff = 10
@@ -35,7 +35,7 @@ class RunConfig(Section):
     keep_checkpoints: Count = 2
     """Newest checkpoints that are kept; older ones are removed."""
     sinks: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = ()
-    """Where metrics, pictures and the configuration go besides the run folder; see docs/live.md."""
+    """Services that receive metrics, images and the configuration besides the run folder; see docs/live.md."""
 
     _home = expand_home("dir")
 
@@ -46,7 +46,7 @@ class LoraConfig(Section):
     rank: Count = 16
     """Rank of the adapters' matrices."""
     alpha: Positive = 32.0
-    """What the adapters say is multiplied by `alpha` / `rank`."""
+    """Scale of the adapters: their output is multiplied by `alpha` / `rank`."""
     targets: tuple[str, ...] | None = None
     """Names of language-model layers; each must match at least one. null takes those of attention and MLP."""
 
@@ -55,43 +55,44 @@ class ModelConfig(Section):
     path: str
     """A Hugging Face folder, or `tiny:` and a model type, such as `tiny:qwen2_5_vl`: a model with random weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights. With `bfloat16` the optimiser steps copies in float32."""
+    """Dtype of the weights. With `bfloat16` the optimiser steps float32 copies of the trained weights."""
     freeze_vision: bool = False
-    """Leaves the vision tower and its projector as they are; features of an image are then computed once."""
+    """Freezes the vision tower and its projector; the features of an image are then computed once."""
     gradient_checkpointing: bool = False
-    """Computes activations again in the backward pass: less memory, more time."""
+    """Recomputes activations in the backward pass: less memory, more time."""
     lora: LoraConfig | None = None
     """Trains adapters instead of the weights; null trains the weights."""
     min_pixels: Count | None = None
-    """Images with fewer pixels are enlarged; null takes the number of the model folder."""
+    """Images with fewer pixels are enlarged; null takes the value of the model folder."""
     max_pixels: Count | None = None
-    """Images with more pixels are made smaller; null takes the number of the model folder."""
+    """Images with more pixels are reduced; null takes the value of the model folder."""
 
     _home = expand_home("path")
 
 
 class ColumnsConfig(Section):
-    """Which columns of a file hold what, where they have not the names of verl's schema (docs/data.md)."""
+    """Columns of a file whose columns are not named as in verl's schema (docs/data.md)."""
 
     prompt: str = "prompt"
-    """A list of messages, or a text, which is one message of the user."""
+    """Column of the prompt: a list of messages, or a text, which becomes one user message."""
     images: str | None = None
-    """Pictures, or one. Without an `<image>` in the prompt they come before its text. Not set: those of `images`."""
+    """Column of an image or a list of them. Without an `<image>` in the prompt they precede its text. Not set:
+    `images`."""
     answer: str | None = None
-    """The right answer. Not set: `reward_model.ground_truth`."""
+    """Column of the right answer. Not set: `reward_model.ground_truth`."""
 
 
 class SourceConfig(Section):
-    """Where tasks come from: records in a file, or an endless seeded generator."""
+    """Source of tasks: records in a file, or an endless seeded generator."""
 
     path: str | None = None
-    """Parquet, JSON lines, or a Hugging Face dataset folder."""
+    """Parquet file, JSON lines file, or Hugging Face dataset folder."""
     generator: str | None = None
-    """`photo`, `arrow`, or `episodes`: new seeds for a game or an environment of your own."""
+    """Name of a generator: `photo`, `arrow`, or `episodes`, which draws seeds for a game or your own environment."""
     columns: ColumnsConfig | None = None
-    """For a file whose rows are not in verl's schema."""
+    """Names of columns, for a file whose rows are not in verl's schema."""
     shuffle: bool = True
-    """Takes the records of a file in another order in each epoch, which `train.seed` decides."""
+    """Shuffles the records of a file anew in each epoch, seeded by `train.seed`."""
     max_skip_share: Share = 0.1
     """Share of unusable records (counted and reported) above which the run ends."""
 
@@ -117,18 +118,18 @@ class SourceConfig(Section):
 class DataConfig(Section):
     train: SourceConfig
     eval: SourceConfig | None = None
-    """Where evaluation tasks come from; null takes them from `data.train`, a generator with other seeds."""
+    """Source of evaluation tasks; null takes `data.train`, a generator with other seeds."""
 
 
 ANSWERS = (
     *("feedback", "retry_when", "tools", "describe_tools"),
     *("tool_error_reward", "tool_call_reward", "tool_workers", "tool_deadline_s", "tool_memory_mib"),
 )
-"""Fields of `workflow` that only `visual_qa` has a use for."""
+"""Fields of `workflow` that only `visual_qa` uses."""
 
 
 class WorkflowConfig(Section):
-    """What happens in an episode."""
+    """The workflow, which plays an episode."""
 
     name: str = "vision_multiturn"
     """`vision_multiturn`, or `path/to/file.py:Class` of your own, see docs/environments.md."""
@@ -139,18 +140,18 @@ class WorkflowConfig(Section):
     turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """γ of the episode's reward: turn k, from 0, counts `turn_discount`^k times."""
     reward_mode: Literal["best", "last", "sum"] = "best"
-    """Reward of an episode: its best answer, its last one, or the sum; what tool calls earned and long turns cost is
-    added."""
+    """Rule for the reward of an episode: its best answer, its last one, or the sum. Rewards of tool calls and penalties
+    of long turns are added."""
     export_style: Literal["concat", "individual"] = "concat"
-    """One sample an episode, or one a turn with all that came before it as context."""
+    """`concat` exports one sample an episode; `individual` one a turn, with everything before it as context."""
     retry_when: Annotated[str, Field(pattern=r"^(unsolved|reward_below: *-?\d+(\.\d+)?)$")] = "unsolved"
-    """`unsolved`, or `reward_below: X` to retry any answer that scored less than X."""
+    """Condition of a retry: `unsolved`, or `reward_below: X` for any answer that scored less than X."""
     feedback: str = "Your answer is not right. Look again, find the mistake and try again."
-    """What the model is told after an answer that is retried, unless the judge gives its own feedback."""
+    """Feedback to the model after an answer that is retried, unless the judge gives its own."""
     system_prompt: str | None = None
     """Replaces the system message of the task, which must hold no image; null keeps it."""
     tools: tuple[str, ...] = ()
-    """Registered names, or `path/to/file.py:function`."""
+    """Tools that the policy may call: registered names, or `path/to/file.py:function`."""
     describe_tools: bool = True
     """Puts the tools' schemas in the system message."""
     tool_error_reward: Earned = 0.0
@@ -160,18 +161,18 @@ class WorkflowConfig(Section):
     tool_workers: Count = 1
     """Processes of each tool from a file of your own."""
     tool_deadline_s: Positive = 10.0
-    """Seconds after which a call of such a tool is stopped and told to the model as an error."""
+    """Seconds after which a call of such a tool is stopped and reported to the model as an error."""
     tool_memory_mib: CountOrOff = 4096
-    """Resident memory of such a process and of those that it starts, in MiB; one that takes more is stopped, and the
-    call is told to the model as an error. 0 disables."""
+    """Limit of the resident memory of such a process with its children, in MiB; a process above it is stopped, and the
+    call is reported to the model as an error. 0 disables."""
     turn_tokens: Count = 512
-    """Tokens the policy may sample in one turn."""
+    """Maximum number of tokens that the policy samples in one turn."""
     overlong_tokens: CountOrOff = 0
-    """The last tokens of `turn_tokens`, over which a penalty rises from 0 to `overlong_penalty`; 0 disables."""
+    """Last tokens of `turn_tokens`, over which a penalty rises linearly from 0 to `overlong_penalty`; 0 disables."""
     overlong_penalty: Annotated[float, Field(ge=0, le=MAX_REWARD)] = 1.0
-    """Taken from the reward of a turn that uses up its `turn_tokens`, and from its episode's."""
+    """Penalty of a turn that uses up its `turn_tokens`, subtracted from the turn's and the episode's reward."""
     context_tokens: Annotated[int, Field(ge=2)] = 4096
-    """Tokens of a whole episode, images included."""
+    """Maximum number of tokens of a whole episode, images included."""
 
     _home = expand_home("name")
 
@@ -187,7 +188,7 @@ class WorkflowConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """The world of an episode; all but `name` and `options` is for games."""
+    """The environment of an episode; all keys but `name` and `options` are for games."""
 
     name: str = "visual_qa"
     """`visual_qa`, a registered game, or `path/to/file.py:function` that makes a game or an environment."""
@@ -198,26 +199,26 @@ class EnvironmentConfig(Section):
     answer_tag: Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")] = "answer"
     """Tag around the actions."""
     end_token: str = ""
-    """What stands after the answer in the format, e.g. `<eoa>`."""
+    """Text after the answer in the format, e.g. `<eoa>`."""
     max_actions: Count = 3
-    """Actions that count in a turn."""
+    """Maximum number of actions in a turn; later ones are ignored."""
     separator: Annotated[str, Field(min_length=1)] = ","
-    """What stands between actions."""
+    """Separator between actions."""
     format_reward: Earned = 0.5
     """Reward of a turn in the right format that names only actions of the game."""
     explain: bool = True
-    """Tells rules, actions and format at the start; a warm start can teach them instead."""
+    """States rules, actions and format in the first message; a warm start can teach them instead."""
 
     _home = expand_home("name")
 
     @property
     def is_judged(self) -> bool:
-        """The section `reward` judges answers, and the policy may call `workflow.tools`."""
+        """Whether the section `reward` judges answers, and the policy may call `workflow.tools`."""
         return self.name == "visual_qa"
 
     @property
     def is_own(self) -> bool:
-        """A file of the user's makes it: a game or an environment, which only the file can tell."""
+        """Whether a file of the user's makes it: a game or an environment, which only that file can tell."""
         return ".py:" in self.name
 
 
@@ -225,14 +226,14 @@ class RewardConfig(Section):
     rule: str = "math_verify"
     """A registered rule, or `path/to/file.py:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of the rule itself, see docs/rewards.md."""
+    """Options of the rule, see docs/rewards.md."""
     workers: Count = 1
-    """Judge processes."""
+    """Number of judge processes."""
     deadline_s: Positive = 5.0
     """Seconds after which a judge is killed; the answer scores `failed_reward` and is counted."""
     memory_mib: CountOrOff = 4096
-    """Resident memory of a judge process and of those that it starts, in MiB; one that takes more is killed as a late
-    one is. 0 disables."""
+    """Limit of the resident memory of a judge process with its children, in MiB; a process above it is killed like a
+    late one. 0 disables."""
     failed_reward: Earned = 0.0
     """Reward of an answer whose judge failed or was killed."""
 
@@ -241,22 +242,23 @@ class RewardConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["inprocess", "vllm"] = "inprocess"
-    """`inprocess` samples with the learner's own code; `vllm` has vLLM sample, from a copy of the weights."""
+    """Sampling engine: `inprocess` uses the learner's own code and weights; `vllm` uses vLLM and a copy of the
+    weights."""
     tensor_parallel: Count = 1
     """Devices over which vLLM splits the model; each engine process has as many."""
     sleep: bool = False
-    """vLLM beside a learner gives its memory back while that computes."""
+    """Frees vLLM's device memory while a learner beside it computes."""
     groups: Count = 16
-    """Tasks a step."""
+    """Number of tasks a step."""
     group_size: Count = 4
-    """Trajectories a task."""
+    """Number of trajectories a task."""
     temperature: Positive = 1.0
     """Divides the logits when sampling for training; the learner divides by it, too."""
     feature_cache_mib: CountOrOff = 256
     """Memory for vision features, in MiB; 0 disables."""
     cache_mib: Count = 16384
-    """Memory for the keys and values of the turns that are decoded together, in MiB, and again for those that are kept
-    between turns. What finds no room waits, or is computed again."""
+    """Memory of the KV cache of the turns that are decoded together, in MiB, and again of the KV cache that is kept
+    between turns. Turns beyond it wait, or are prefilled again."""
     graphs: bool = True
     """Captures a decode step as a graph and replays it, where the device can: a launch takes longer than its work."""
     router_replay: bool = True
@@ -269,42 +271,43 @@ class EvalConfig(Section):
     every: CountOrOff = 0
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     tasks: CountOrOff = 64
-    """Tasks evaluated; 0 takes all of a file."""
+    """Number of evaluation tasks; 0 takes all of a file."""
     answers: Count = 1
-    """Times that each task is played; more than one needs a temperature above 0."""
+    """Number of answers to each task; more than one needs a temperature above 0."""
     temperature: NonNegative = 0.0
-    """0 takes the likeliest token."""
+    """Sampling temperature of evaluations; 0 takes the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Samples from the likeliest tokens that together have this probability; 1 disables."""
+    """Nucleus sampling: draws from the most likely tokens that together have this probability; 1 disables."""
     top_k: CountOrOff = 0
-    """Samples from this many of the likeliest tokens; 0 disables."""
+    """Draws from this many of the most likely tokens; 0 disables."""
 
 
 class SyncConfig(Section):
-    """How processes talk, where several were started."""
+    """Communication between processes, where several were started."""
 
     through: Literal["collective", "disk"] = "collective"
-    """How new weights reach engines: a broadcast, or files in the run folder, which every machine must then see."""
+    """Transport of new weights to engines: a broadcast, or files in the run folder, which all machines must then
+    see."""
 
     bucket_mib: Count = 256
-    """Weights travel to engines in buckets of this many MiB. Learner and engine hold two; an engine process of
-    vLLM holds all that is sent."""
+    """Size of the buckets in which weights are sent to engines, in MiB. Learner and engine hold two; an engine process
+    of vLLM holds all that is sent."""
     timeout_s: Positive = 1800.0
-    """Longest wait for a round of turns, a transfer of weights, or another learner. A process that ended is noticed at
-    once."""
+    """Longest wait for a round of turns, a transfer of weights, or another learner, in seconds. A process that ended is
+    noticed at once."""
 
 
 class RayConfig(Section):
-    """Ray starts the processes, on this machine or on several."""
+    """Process placement by Ray, on this machine or on several."""
 
     processes: CountOrOff = 0
-    """Processes of the run, each on a device of its own; 0 leaves Ray out: this process, or those of torchrun."""
+    """Number of processes that Ray starts, each on a device of its own; 0 uses this process, or those of torchrun."""
     address: Annotated[str, Field(pattern=r"^(local|auto|[^/\s]+:\d+)$")] = "local"
-    """`local` starts a cluster of this machine; `auto` or HOST:PORT joins one that runs."""
+    """Cluster: `local` starts one on this machine; `auto` or HOST:PORT joins a running one."""
     cpus: Count = 1
-    """Cores that Ray keeps for each process, and its threads where OMP_NUM_THREADS is not set."""
+    """Cores that Ray reserves for each process, and its number of threads where OMP_NUM_THREADS is not set."""
     restarts: CountOrOff = 0
-    """Times that all processes are started again from the last checkpoint after one has failed."""
+    """Maximum number of times that all processes are restarted from the last checkpoint after one has failed."""
 
 
 class Config(Section):
@@ -365,7 +368,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_world(self) -> Config:
-        """Nothing is set that the environment has no use for, and the tasks are of its kind."""
+        """Refuses settings that the environment does not use, and tasks of a kind that it cannot play."""
         name, judged = self.environment.name, self.environment.is_judged
         if judged:
             idle = [f"environment.{key}" for key in self.environment.changed()]
@@ -379,7 +382,7 @@ class Config(Section):
         return self
 
     def check_seeds(self, needed: bool) -> None:
-        """Raises ValueError where tasks are seeds, the generator `episodes`, and must not be, or the reverse."""
+        """Raises ValueError where the tasks must be seeds (the generator `episodes`) and are not, or the reverse."""
         for kind, source in (("train", self.data.train), ("eval", self.data.eval)):
             if source is not None and (source.generator == "episodes") != needed:
                 needs, remedy = ("needs", "set it") if needed else ("cannot use", "name another generator or a path")

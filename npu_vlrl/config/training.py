@@ -1,4 +1,4 @@
-"""The sections about learning."""
+"""The sections of the configuration that control learning."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ class CriticConfig(ValueOptions):
     """The value function; used where `algorithm.advantage` is a GAE."""
 
     backbone: Literal["separate", "shared"] = "separate"
-    """A copy of the policy that is trained by itself, or the policy's own hidden states."""
+    """Network of the critic: a separately trained copy of the policy, or the policy's own hidden states."""
     backbone_grad: Share = 0.5
     """Share of the value loss's gradient that reaches a shared backbone."""
     lr: Positive = 1e-5
-    """Of the head, and of a separate backbone."""
+    """Learning rate of the value head, and of a separate backbone."""
     warmup_steps: CountOrOff = 0
-    """First steps, in which only the critic learns."""
+    """Number of first steps in which only the critic learns."""
 
 
 class OptimConfig(Section):
     lr: Positive = 1e-6
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: CountOrOff = 0
-    """Steps of training in which the learning rate rises to `lr`."""
+    """Steps in which the learning rate rises linearly to `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warm-up: stays, or falls to 0 at `train.steps`."""
+    """Learning rate after the warm-up: constant, or falling to 0 at `train.steps`."""
     weight_decay: NonNegative = 0.0
-    """Of AdamW; 0 disables."""
+    """Weight decay of AdamW; 0 disables."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """Of AdamW."""
+    """Moment coefficients of AdamW."""
     max_grad_norm: Positive = 1.0
     """Gradients with a larger norm are scaled down to it."""
     micro_batch_tokens: Count = 4096
@@ -55,19 +55,18 @@ class WarmStartConfig(Section):
 
 class TrainConfig(Section):
     steps: CountOrOff = 100
-    """Updates by RL: each plays `rollout.groups` groups and learns from them. 0 only warms up and evaluates."""
+    """Number of RL updates: each plays `rollout.groups` groups and learns from them. 0 only warms up and evaluates."""
     seed: CountOrOff = 0
-    """Of all that is random: weights of `tiny:` models, order of tasks, sampling."""
+    """Seed of everything random: weights of `tiny:` models, order of tasks, sampling."""
     threads: CountOrOff = 0
     """CPU threads of PyTorch; 0 leaves its default."""
     staleness: CountOrOff = 0
-    """Largest number of updates between the weights that an episode began with and those that are trained on it; 0
-    plays and learns in turn. See docs/asynchronous.md."""
+    """Maximum number of updates between the weights that an episode began with and the weights that it trains; 0
+    alternates rollout and update. See docs/asynchronous.md."""
     learners: Count | Literal["all"] = 1
-    """Of several processes the first ones learn, as many as this, and the others sample for them; or all of them learn
+    """Number of processes that learn: the first ones, while the others sample for them. `all` makes every process learn
     and sample."""
     shard: bool = False
-    """Divides weights, gradients and moments over the learners (FSDP2), where else each of them holds everything."""
+    """Shards weights, gradients and moments over the learners (FSDP2); otherwise each learner holds everything."""
     offload: bool = False
-    """Keeps what `shard` divides in the memory of the host, and steps it there: slower, for a model that does not
-    fit."""
+    """Keeps the sharded state in host memory, and runs the optimiser there: slower, for a model that does not fit."""

@@ -10,7 +10,7 @@ import yaml
 
 _FLOAT = "tag:yaml.org,2002:float"
 _EXPONENT = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
-"""Floats that YAML 1.1 takes for texts, since it asks for a point and for a sign of the exponent."""
+"""Floats that YAML 1.1 reads as texts, because it requires a point and a sign of the exponent."""
 
 _BREAKS = re.compile("[\x85\u2028\u2029]")
 """Line breaks of Unicode, which YAML reads as spaces unless they are escaped between double quotes."""
@@ -43,7 +43,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _complete(construct: Callable[..., Any]) -> Callable[[_Loader, Any], Any]:
-    """Constructs a collection with all that is in it, so that one which holds itself is an error."""
+    """Constructs a collection completely, so that a collection that contains itself is an error."""
     return lambda loader, node: construct(loader, node, deep=True)
 
 
@@ -59,10 +59,10 @@ for _side in (_Loader, _Dumper):
 
 
 def read_yaml(text: str | IO[str]) -> Any:
-    """The one document of a text or an open file; None where there is none.
+    """Parses the one document of a text or an open file; None where there is none.
 
-    Raises yaml.YAMLError, whose message names file, line and column, for what is no YAML, for tags of Python, repeated
-    keys, and aliases of what they stand in.
+    Raises yaml.YAMLError, whose message names file, line and column, for invalid YAML, tags of Python, repeated keys,
+    and aliases of a collection inside itself.
     """
     loader = _Loader(text)
     try:
@@ -72,5 +72,5 @@ def read_yaml(text: str | IO[str]) -> Any:
 
 
 def write_yaml(value: Any) -> str:
-    """`value`, of dictionaries, lists and plain values, as text that `read_yaml` reads back; keys keep their order."""
+    """Writes dictionaries, lists and plain values as text that `read_yaml` reads back; keys keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False)

@@ -1,1 +1,1 @@
-"""From files and generators to `Task`s, and from pictures to what a vision tower reads."""
+"""Data: converts rows of files and generated items to `Task`s, and images to the input of a vision tower."""

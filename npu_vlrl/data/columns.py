@@ -1,4 +1,4 @@
-"""Rows of data sets that were not written for this project, in verl's schema."""
+"""Converts rows of data sets that were not written for this project to verl's schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IMAGE_TAG = "<image>"
 
 
 USED = ("data_source", "prompt", "images", "reward_model", "extra_info")
-"""Columns of verl's schema that a task is made of."""
+"""Columns of verl's schema from which a task is made."""
 
 _NO_VIDEO = "videos are not supported; remove them or give their frames as images"
 _NO_SOUND = "sounds are not supported; remove them"
@@ -25,11 +25,11 @@ REFUSED = {
     "tools": "a row brings no tools; name those of all rows in workflow.tools, and remove the column",
     "image": "nothing uses it, so the model would be blind; name the column `images`, or set columns.images=image",
 }
-"""Columns whose content would change what the policy sees, and that no task is made of."""
+"""Columns that are refused: they would change what the policy sees, and no task is made from them."""
 
 
 def used_columns(columns: ColumnsConfig | None) -> frozenset[str]:
-    """Names of a file's columns that tasks are made of."""
+    """Names of a file's columns from which tasks are made."""
     if columns is None:
         return frozenset(USED)
     renamed = {"prompt": columns.prompt, "images": columns.images, "reward_model": columns.answer}
@@ -37,17 +37,17 @@ def used_columns(columns: ColumnsConfig | None) -> frozenset[str]:
 
 
 def as_verl(record: Mapping[str, Any], columns: ColumnsConfig, where: str, data_source: str) -> dict[str, Any]:
-    """The row with what its `columns` hold under the names of verl's schema, see `records.task_from_record`.
+    """Renames a row's `columns` to those of verl's schema, see `records.task_from_record`.
 
-    A prompt that is a text is one message of the user. Where no text has an `<image>`, the pictures come before the
-    first. `data_source` is for rows without one. Raises DataError for a column that the row lacks.
+    A prompt that is a text becomes one user message. Where no text has an `<image>`, the images come before the
+    first. `data_source` is the default for rows without one. Raises DataError for a column that the row lacks.
     """
     taken = {*used_columns(columns), *REFUSED} - ({"image"} if columns.images is not None else set())
     row = {name: record[name] for name in (*USED, *REFUSED) if name in record and name in taken}
     prompt = _column(record, "prompt", columns.prompt, where)
     row["prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if columns.images is not None:
-        # a row without a picture says so: one that only lacks the column would be trained blind for a misspelt name
+        # a row without an image says so: one that only lacks the column would be trained blind for a misspelt name
         none = columns.images in record and record[columns.images] is None
         images = [] if none else _column(record, "images", columns.images, where)
         row["images"] = images if isinstance(images, list) else [images]
@@ -68,7 +68,7 @@ def _column(record: Mapping[str, Any], key: str, column: str, where: str) -> Any
 
 
 def _show_first(row: dict[str, Any]) -> None:
-    """Puts a tag for each picture before the first text, if the prompt says nowhere where they belong."""
+    """Inserts one tag an image before the first text, if the prompt has no tag."""
     prompt, images = row["prompt"], row.get("images")
     if not isinstance(prompt, list) or not isinstance(images, list):
         return  # what is wrong with them is told later

@@ -1,7 +1,7 @@
-"""Rows of parquet, jsonl and Hugging Face `save_to_disk` folders, as they are in the file.
+"""Reads rows of parquet, JSON lines and Hugging Face `save_to_disk` folders, unchanged.
 
-Rows are read one at a time from the disk: the operating system may drop what is not in use. Of a table only the
-columns that somebody asks for become Python values. Row numbers count from 0, in file order.
+Rows are read one at a time from the disk; the operating system may drop unused pages. Only the columns of a table that
+are accessed become Python values. Row numbers count from 0, in file order.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from npu_vlrl.types import DataError
 
 
 class TableRow(Mapping[str, Any]):
-    """A row of a table; a column becomes a Python value when it is asked for, so one that nothing uses cannot fail.
+    """Lazy row of a table: a column becomes a Python value when it is accessed, so an unused column cannot fail.
 
-    Asking for a column raises DataError when its value cannot be read, or when two columns have its name.
+    Accessing a column raises DataError when its value cannot be read, or when two columns have its name.
     """
 
     def __init__(self, batch: pa.RecordBatch, row: int, where: str) -> None:
@@ -72,7 +72,7 @@ class Records:
     name: str
     """File or folder name, for messages."""
     fingerprint: str
-    """Changes when the file does: of its size, its beginning and its end."""
+    """Digest of the file's size, beginning and end."""
     length: int
     read: Callable[[int], Mapping[str, Any]]
 
@@ -88,7 +88,7 @@ class Records:
             raise DataError(f"{self.where(row)}: the row cannot be read ({error}); write it again") from error
 
     def where(self, row: int) -> str:
-        """Example: `train.parquet row 17`"""
+        """Place of a row for messages, e.g. `train.parquet row 17`."""
         return f"{self.name} row {row}"
 
 
@@ -133,7 +133,7 @@ def _jsonl(path: Path) -> Records:
 
 
 def _parquet(path: Path) -> Records:
-    """Parquet has no access by row, so its rows are copied once, batch by batch, to a file that can be mapped."""
+    """Copies the rows of a parquet file, batch by batch, to a file that can be mapped: parquet has no access by row."""
     try:
         with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as folder, pq.ParquetFile(path) as parquet:
             copy = Path(folder) / "rows.arrow"
@@ -166,7 +166,7 @@ def _arrow_files(folder: Path) -> list[Path]:
 
 
 def _mapped(path: Path, files: list[Path], originals: list[Path]) -> Records:
-    """Rows of Arrow stream files through memory maps. `originals` are what the fingerprint is taken of."""
+    """Rows of Arrow stream files through memory maps. `originals` are the files whose fingerprint is taken."""
     batches = [batch for file in files for batch in pa.ipc.open_stream(pa.memory_map(str(file))) if batch.num_rows]
     ends: list[int] = []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Any picture file or Pillow image becomes an upright RGB `Image`, or a `DataError` that says which one is at fault.
+"""Decodes image files and Pillow images to upright RGB `Image`s; raises a `DataError` that names the faulty one.
 
 Order of events: size check on the header, decoding, EXIF orientation, 16 bit to 8 bit, transparency onto white, RGB.
 """
@@ -18,13 +18,13 @@ import PIL.Image
 from npu_vlrl.types import DataError, Image
 
 MAX_PIXELS = 1 << 26
-"""Largest width * height that is decoded, with the white that a narrow picture gets: 67 million, 192 MiB as RGB."""
+"""Maximum width * height that is decoded, the padding of a narrow image included: 67 million, 192 MiB as RGB."""
 
 MAX_ASPECT = 200
-"""Longest side over shortest side that the towers were made for; narrower pictures are padded with white."""
+"""Maximum ratio of the longest to the shortest side that towers support; narrower images are padded with white."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000")
-"""Formats that are opened. Others stay shut: some of Pillow's readers start other programs (EPS)."""
+"""Formats that are opened. Others are refused: some of Pillow's readers start other programs (EPS)."""
 
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -39,9 +39,9 @@ _UPRIGHT = {
 
 
 def decode_image(data: bytes, where: str) -> Image:
-    """Decodes the first frame of a picture file held in memory.
+    """Decodes the first frame of an image file held in memory.
 
-    `where` names the picture in errors, e.g. `train.parquet row 17, images[0]`.
+    `where` names the image in errors, e.g. `train.parquet row 17, images[0]`.
     Raises DataError when the bytes are empty, truncated, not one of `FORMATS`, or refused by `check_size`.
     """
     if not data:
@@ -62,10 +62,10 @@ def decode_image(data: bytes, where: str) -> Image:
 
 
 def read_image(path: Path, where: str, root: Path | None) -> Image:
-    """Reads a picture file. A relative `path` is taken from `root`, which it must not leave, not even by a link.
+    """Reads an image file. A relative `path` is taken from `root`, which it must not leave, not even by a link.
 
-    `root=None` allows any path. Raises DataError as `decode_image` does, and for a path outside, one that
-    is no file, and one that cannot be read.
+    `root=None` allows any path. Raises DataError as `decode_image` does, and for a path outside `root`, a path that is
+    no file, and a file that cannot be read.
     """
     shown, base = shortened(str(path)), root or Path.cwd()
     if "\0" in str(path):
@@ -81,13 +81,13 @@ def read_image(path: Path, where: str, root: Path | None) -> Image:
         problem = getattr(error, "strerror", None) or error
         raise DataError(
             f"{where}: the image file {shown} cannot be read ({shortened(str(problem))}); correct the path or the "
-            "file's permissions, or give the picture itself as bytes"
+            "file's permissions, or give the image itself as bytes"
         ) from error
     return decode_image(data, where)
 
 
 def decode_base64(text: str, where: str) -> Image:
-    """Decodes a picture file that was written as base64. Raises DataError as `decode_image` does, and for other text.
+    """Decodes a base64 image file. Raises DataError as `decode_image` does, and for text that is not base64.
 
     Example: `decode_base64("iVBORw0KGgo…", "train.jsonl row 17, images[0]")`
     """
@@ -102,17 +102,17 @@ def decode_base64(text: str, where: str) -> Image:
 
 
 def shortened(text: str, limit: int = 80) -> str:
-    """As `repr`, with the middle left out: a text that should be a path may be a whole picture."""
+    """`repr` of a value with its middle left out: a text that should be a path may hold a whole image."""
     return repr(text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 :]}")
 
 
 def padded(width: int, height: int) -> tuple[int, int]:
-    """(width, height) with the shorter side grown until the aspect ratio is legal."""
+    """(width, height) with the shorter side grown until the aspect ratio is at most `MAX_ASPECT`."""
     return max(width, math.ceil(height / MAX_ASPECT)), max(height, math.ceil(width / MAX_ASPECT))
 
 
 def check_size(width: int, height: int, where: str) -> None:
-    """Raises DataError for no pixels at all, and for more than `MAX_PIXELS`, the white of `padded` included.
+    """Raises DataError for an image without pixels, and for one with more than `MAX_PIXELS`, `padded` white included.
 
     A small file can have a side of millions of pixels, which `padded` turns into hundreds of gigabytes.
     """
@@ -127,21 +127,21 @@ def check_size(width: int, height: int, where: str) -> None:
         )
 
 
-def to_image(picture: Any, where: str) -> Image:
-    """An `Image`, a uint8 array [height, width, 3] or a Pillow image as an `Image`; an array is copied.
+def to_image(image: Any, where: str) -> Image:
+    """Converts an `Image`, a uint8 array [height, width, 3] or a Pillow image to an `Image`; an array is copied.
 
     Raises DataError for anything else, and as `from_pil` does.
     """
-    if isinstance(picture, PIL.Image.Image):
-        return from_pil(picture, where)
-    rgb = picture.rgb if isinstance(picture, Image) else picture
+    if isinstance(image, PIL.Image.Image):
+        return from_pil(image, where)
+    rgb = image.rgb if isinstance(image, Image) else image
     if not isinstance(rgb, np.ndarray) or rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3:
         what = f"{rgb.dtype} {list(rgb.shape)}" if isinstance(rgb, np.ndarray) else type(rgb).__name__
         raise DataError(
-            f"{where}: a picture is an Image, a uint8 array [height, width, 3] or a Pillow image, not {what}; change it"
+            f"{where}: an image is an Image, a uint8 array [height, width, 3] or a Pillow image, not {what}; change it"
         )
     check_size(rgb.shape[1], rgb.shape[0], where)
-    return picture if isinstance(picture, Image) else Image(rgb.copy())
+    return image if isinstance(image, Image) else Image(rgb.copy())
 
 
 def from_pil(pil: PIL.Image.Image, where: str = "image") -> Image:
@@ -156,7 +156,7 @@ def from_pil(pil: PIL.Image.Image, where: str = "image") -> Image:
 
 
 def _rgb(pil: PIL.Image.Image, where: str) -> np.ndarray:
-    """uint8 [height, width, 3]"""
+    """Pixels of a Pillow image, uint8 [height, width, 3]."""
     if pil.mode.startswith("I"):
         return _from_16_bit(np.asarray(pil).astype(np.int64), where)
     if pil.mode == "F":
@@ -169,7 +169,9 @@ def _rgb(pil: PIL.Image.Image, where: str) -> np.ndarray:
 
 
 def _from_16_bit(grey: np.ndarray, where: str) -> np.ndarray:
-    """[height, width] of 0..65535 to uint8 [height, width, 3], rounding to nearest; Pillow's own conversion clips."""
+    """Converts [height, width] of 0..65535 to uint8 [height, width, 3], rounding to nearest; Pillow itself would
+    clip.
+    """
     if grey.min() < 0 or grey.max() > 65535:
         raise DataError(f"{where}: pixels of 32 bits have no defined range; save the image with 8 or 16 bits")
     grey8 = ((grey * 255 + 32767) // 65535).astype(np.uint8)

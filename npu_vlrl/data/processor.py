@@ -1,9 +1,9 @@
-"""Pictures as a Qwen vision tower reads them: resize, normalise, cut into patches.
+"""Image processor of the Qwen vision towers: resizes, normalises and cuts images into patches.
 
-Equal to transformers' `Qwen2VLImageProcessorPil` bit for bit (a test compares them), without its dependencies, so that
-engine and learner share one decision about how many tokens a picture becomes.
+Bit-equal to transformers' `Qwen2VLImageProcessorPil` (a test compares them), without its dependencies, so that engine
+and learner share one function for the number of tokens of an image.
 
-P = patches of a picture, ordered merge block by merge block, so that merge_size**2 neighbours form one token.
+P = patches of an image, ordered merge block by merge block, so that merge_size**2 neighbours form one token.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from npu_vlrl.types import Image, ImageInput
 
 _FAMILIES = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
 BACKENDS = ("", "Fast", "Pil")
-"""What transformers' classes end with."""
+"""Suffixes of the names of transformers' processor classes."""
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """The preprocessing of one model; the defaults are those of published Qwen2.5-VL models.
+    """Preprocessing of one model; the defaults are those of published Qwen2.5-VL models.
 
     Example: `ImageProcessor().describe(Image(np.zeros((56, 56, 3), np.uint8))).grid == (1, 4, 4)`
     """
@@ -42,17 +42,17 @@ class ImageProcessor:
     merge_size: int = 2
     min_pixels: int = 3136
     max_pixels: int = 12845056
-    """A picture is resized to between min_pixels and max_pixels."""
+    """Upper limit of the area; an image is resized to between min_pixels and max_pixels."""
     mean: tuple[float, ...] = _CLIP_MEAN
     std: tuple[float, ...] = _CLIP_STD
-    """Of red, green, blue, after `rescale`."""
+    """Standard deviations of red, green and blue, after `rescale`."""
     rescale: float = 1 / 255
     resample: int = 3
-    """A Pillow filter; 3 is bicubic."""
+    """Number of a Pillow filter; 3 is bicubic."""
     position_scale: int | None = None
-    """What the model writes for the right and the lower border of any picture; None: pixels of the resized picture."""
+    """Coordinate of the right and lower border of any image in the model's text; None: pixels of the resized image."""
     cache_bytes: int = 256 << 20
-    """Bytes of encoded pictures that are kept, least recently used out first; 0 keeps none."""
+    """Bytes of encoded images that are cached, evicted least recently used first; 0 caches none."""
     _cache: OrderedDict[str, torch.Tensor] = field(default_factory=OrderedDict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class ImageProcessor:
 
     @classmethod
     def from_folder(cls, path: Path) -> ImageProcessor | None:
-        """The settings stored beside a Hugging Face model; None for a folder without any (a text-only model).
+        """Reads the settings stored beside a Hugging Face model; None for a folder without any (a text-only model).
 
         As in transformers, `image_processor` inside processor_config.json goes before preprocessor_config.json.
         Raises ValueError, naming file and key, for a file that cannot be read or asks for something else.
@@ -82,19 +82,19 @@ class ImageProcessor:
         return found and _from_settings(*found)
 
     def describe(self, image: Image) -> ImageInput:
-        """Grid and token count of a picture; touches no pixel. Raises DataError as `check_size` does."""
-        check_size(*image.size, "a picture")  # whoever made it: here it would first take the memory
+        """Computes grid and token count of an image without reading a pixel. Raises DataError as `check_size` does."""
+        check_size(*image.size, "an image")  # whoever made it: here it would first take the memory
         grid = self._grid(image)
         return ImageInput(image, grid, math.prod(grid) // self.merge_size**2)
 
     def patches(self, image_input: ImageInput) -> torch.Tensor:
-        """float32 [P, 3 * temporal_patch_size * patch_size**2]; shared with the cache, so never write into it.
+        """Patches of an image, float32 [P, 3 * temporal_patch_size * patch_size**2]; the cache shares them: read-only.
 
         Raises ValueError when `image_input` was described under other settings.
         """
         expected = self.describe(image_input.image)
         if image_input != expected:
-            raise ValueError(f"the picture was described as {image_input.grid}, these settings give {expected.grid}")
+            raise ValueError(f"the image was described as {image_input.grid}, these settings give {expected.grid}")
         key = image_input.image.hash
         if key in self._cache:
             self._cache.move_to_end(key)
@@ -110,19 +110,19 @@ class ImageProcessor:
             self._cache.popitem(last=False)
 
     def _grid(self, image: Image) -> tuple[int, int, int]:
-        """Patches (time, height, width)."""
+        """Number of patches (time, height, width)."""
         height, width = self._size(*padded(*image.size))
         return 1, height // self.patch_size, width // self.patch_size
 
     def limits(self) -> dict[str, Any]:
-        """The limits of pictures as preprocessor_config.json has them. Where torchvision is missing, transformers 4.57
-        reads the first two and takes a default in the place of `size`.
+        """Pixel limits in the form of preprocessor_config.json. Without torchvision, transformers 4.57 reads the first
+        two and takes a default in the place of `size`.
         """
         size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
         return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels, "size": size}
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
-        """(height, width) in whole merge blocks, with the area inside the limits and nearly the same shape."""
+        """(height, width) in whole merge blocks, with an area inside the limits and nearly the same aspect ratio."""
         block = self.patch_size * self.merge_size
         rows, columns = round(height / block), round(width / block)
         if rows * columns * block**2 > self.max_pixels:
@@ -135,13 +135,13 @@ class ImageProcessor:
         return rows * block, columns * block
 
     def resized(self, image: Image) -> np.ndarray:
-        """uint8 [height, width, 3]: the picture at the size that is cut into patches; resizing that keeps it."""
+        """The image at the size that is cut into patches, uint8 [height, width, 3]; resizing is idempotent."""
         rgb = widened(image)
         height, width = self._size(rgb.shape[1], rgb.shape[0])
         return np.asarray(PIL.Image.fromarray(rgb).resize((width, height), PIL.Image.Resampling(self.resample)))
 
     def _encode(self, image: Image) -> torch.Tensor:
-        """float32 [P, 3 * temporal * patch * patch]"""
+        """Patches of pixels, float32 [P, 3 * temporal * patch * patch]."""
         rgb = self.resized(image)
         patch, merge = self.patch_size, self.merge_size
         rows, columns = rgb.shape[0] // patch // merge, rgb.shape[1] // patch // merge
@@ -152,15 +152,17 @@ class ImageProcessor:
         return torch.from_numpy(frames_P.reshape(len(pixels_P), -1))
 
     def _levels(self) -> np.ndarray:
-        """float32 [3, 256]: what each level of each colour becomes. Rounded after each step, as transformers does."""
+        """Normalised value of each level of each colour, float32 [3, 256]; rounded after each step, as in
+        transformers.
+        """
         levels = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = np.array(self.mean, np.float32)[:, None], np.array(self.std, np.float32)[:, None]
         return (levels - mean) / std
 
 
 def widened(image: Image) -> np.ndarray:
-    """uint8 [height, width, 3]: the picture, with white where it is too narrow. Only right and below, so that a box
-    given in pixels keeps its place.
+    """The image padded with white where it is too narrow, uint8 [height, width, 3]. The padding is right and below, so
+    that a box in pixels keeps its coordinates.
     """
     width, height = padded(*image.size)
     if (width, height) == image.size:
@@ -171,7 +173,7 @@ def widened(image: Image) -> np.ndarray:
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], Path] | None:
-    """The settings of the image processor of a folder, and their file; None where there are none.
+    """Settings of a folder's image processor, and their file; None where there are none.
 
     As in transformers, `image_processor` inside processor_config.json goes before preprocessor_config.json. Raises
     ValueError for a file that cannot be read.
@@ -202,7 +204,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def check_kind(settings: Mapping[str, Any], file: Path, families: Sequence[str]) -> None:
-    """Raises ValueError for another class than one of `families`, with or without the name of a backend."""
+    """Raises ValueError for a processor class that is none of `families`, with or without a backend's name."""
     kind, known = settings.get("image_processor_type"), [name + backend for name in families for backend in BACKENDS]
     if kind not in known:
         raise ValueError(f"{file}: `image_processor_type` is {kind!r}; supported are {', '.join(known)}")
@@ -237,7 +239,9 @@ def _from_settings(settings: dict[str, Any], file: Path) -> ImageProcessor:
 
 
 def _pixel_limits(settings: Mapping[str, Any], file: Path) -> tuple[Any, Any]:
-    """Older files have min_pixels and max_pixels, which win; newer ones a size with areas called edges."""
+    """(min_pixels, max_pixels) of the settings. Older files name them, and these win; newer ones hold areas, called
+    edges, in `size`.
+    """
     size = settings.get("size") or {}
     if not isinstance(size, dict) or not set(size) <= {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
         raise ValueError(f"{file}: `size` is {size!r}; it needs `shortest_edge` and `longest_edge` (areas in pixels)")

@@ -1,6 +1,6 @@
-"""From a row of a file to a `Task` (verl's schema): each part of a row is used, or refused by name.
+"""Converts a row in verl's schema to a `Task`: each part of a row is used, or refused by name.
 
-No decoded picture is kept here. Columns that are no part of the schema stay unread; `TaskFile.unused` names them.
+Decoded images are not kept. Columns outside the schema are ignored; `TaskFile.unused` lists them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_AGENTS = ("tools_kwargs", "need_tools_kwargs", "interaction_kwargs")
 
 
 def written_schema(extra: Mapping[str, pa.DataType]) -> pa.Schema:
-    """verl's schema, in which our converters write parquet; `extra` are the fields of `extra_info`."""
+    """Schema of verl, in which our converters write parquet; `extra` are the fields of `extra_info`."""
     return pa.schema(
         {
             "data_source": pa.string(),
@@ -51,11 +51,11 @@ def written_schema(extra: Mapping[str, pa.DataType]) -> pa.Schema:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """Tasks made row by row when asked for: `len(tasks)`, `tasks[17] -> Task`, which raises DataError for a bad row."""
+    """Tasks of a file, made row by row on access: `len(tasks)`, `tasks[17] -> Task`. A bad row raises DataError."""
 
     records: Records
     root: Path
-    """Image paths start here and may not leave."""
+    """Folder at which image paths start, and which they may not leave."""
     stem: str
     columns: ColumnsConfig | None = None
 
@@ -84,13 +84,13 @@ class TaskFile:
 
 
 def _said(value: Any) -> list[str]:
-    """Keys of a struct whose values tell anything."""
+    """Keys of a struct whose values are not empty."""
     return [name for name, part in value.items() if says(part)] if isinstance(value, dict) else []
 
 
 def load_tasks(path: Path, root: Path | None = None, columns: ColumnsConfig | None = None) -> TaskFile:
-    """Opens `path` (see `read_records`); `root` for image paths is the folder of the file unless given. `columns` are
-    for rows in another schema than verl's.
+    """Opens `path` (see `read_records`); `root` for image paths is the folder of the file unless given. `columns`
+    describe rows in another schema than verl's.
 
     A task's id is `<file stem>/<extra_info.id or row number>`. Raises DataError when there is no row at all.
     """
@@ -101,7 +101,7 @@ def load_tasks(path: Path, root: Path | None = None, columns: ColumnsConfig | No
 
 
 def task_from_record(record: Mapping[str, Any], where: str, root: Path) -> Task:
-    """A row in verl's schema as a `Task` with `id=where`; pictures are decoded here.
+    """Converts a row in verl's schema to a `Task` with `id=where`; decodes its images.
 
     Fields: `data_source`; `prompt`, a list of {role, content}, where content is a string in which each `<image>` stands
     for the next of `images`, or a list of {"type": "text", "text"} and {"type": "image"} parts, where `<image>` in a
@@ -125,7 +125,9 @@ def task_from_record(record: Mapping[str, Any], where: str, root: Path) -> Task:
 
 
 def _check_columns(record: Mapping[str, Any], where: str) -> None:
-    """Of a file in another format every row lacks the same columns; what it has instead tells its owner why."""
+    """Raises DataError for missing columns. A file in another format lacks them in every row, so the message names the
+    columns that it has.
+    """
     missing = [name for name in NEEDED if name not in record]
     if not missing:
         return
@@ -138,7 +140,7 @@ def _check_columns(record: Mapping[str, Any], where: str) -> None:
 
 
 def control_character(text: str) -> str | None:
-    """The first control character other than a newline, as `U+000C`. It tells of an escape that was once misread."""
+    """The first control character other than a newline, as `U+000C`: the trace of a wrongly decoded escape."""
     return next((f"U+{ord(c):04X}" for c in text if c != "\n" and unicodedata.category(c) == "Cc"), None)
 
 
@@ -181,12 +183,12 @@ def _messages(record: Mapping[str, Any], where: str, root: Path) -> tuple[Messag
     if not prompt:
         raise DataError(f"{where}, prompt: empty; give at least one message {{role, content}}")
     images = _typed(_or(record.get("images"), []), list, where, "images")
-    pictures = [_image(image, where, f"images[{i}]", root) for i, image in enumerate(images)]
-    unused = iter(pictures)
+    decoded = [_image(image, where, f"images[{i}]", root) for i, image in enumerate(images)]
+    unused = iter(decoded)
     messages = tuple(_message(m, where, f"prompt[{i}]", root, unused) for i, m in enumerate(prompt))
     if any(True for _ in unused):
         raise DataError(
-            f"{where}, images: {len(pictures)} images, but the prompt has fewer {IMAGE_TAG} tags or image parts; write "
+            f"{where}, images: {len(decoded)} images, but the prompt has fewer {IMAGE_TAG} tags or image parts; write "
             f"{IMAGE_TAG} once for each image, where the model should see it"
         )
     if messages[-1].role == "assistant":
@@ -230,12 +232,12 @@ def _part(part: Any, where: str, field: str, root: Path, unused: Iterator[Image]
 
 
 def _only(value: Mapping[str, Any], known: tuple[str, ...], where: str, field: str) -> None:
-    """Refuses what stands beside the keys that are used: nobody should think that it has an effect."""
+    """Raises DataError for keys beside the used ones, which would have no effect."""
     for key in value:
         if key in known or not says(value[key]):
             continue
         if key in _LIMITS:
-            remedy = "pictures have no limits of their own; set model.min_pixels and model.max_pixels, or resize it"
+            remedy = "images have no limits of their own; set model.min_pixels and model.max_pixels, or resize it"
         else:
             remedy = _REMEDIES.get(key, f"nothing uses it, only {' and '.join(known)}; rename or remove the key")
         raise DataError(f"{where}, {field}.{key}: {remedy}")

@@ -1,4 +1,4 @@
-"""Where a run's tasks come from, in an order that a stopped run takes up again exactly."""
+"""Sources of a run's tasks, in an order that a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from npu_vlrl.data.records import TaskFile, load_tasks
 from npu_vlrl.types import DataError, Task
 
 MIN_ROWS_SEEN = 20
-"""Rows that must have been seen before the share of skipped ones can end a run."""
+"""Minimum number of rows seen before the share of skipped rows can end a run."""
 
 CHANCE = 1e-6
-"""Probability below which the rows seen so far are no accident of the order in which they come."""
+"""Probability below which the bad rows seen so far are not explained by the order of rows."""
 
 
 class TaskSource:
-    """An endless stream of tasks with a position that can be saved.
+    """Endless stream of tasks with a position that can be saved.
 
     Example: `TaskSource.from_records(Path("train.parquet"), seed=0).next(16)`
     """
@@ -32,9 +32,9 @@ class TaskSource:
         self._identity = identity
         self._position = 0
         self._again: list[int] = []
-        """Positions before that one whose tasks come first."""
+        """Earlier positions whose tasks are drawn first."""
         self.skipped: dict[str, str] = {}
-        """Bad rows and what is wrong with them, by `where`."""
+        """Bad rows with their faults, by `where`."""
 
     @classmethod
     def from_records(
@@ -47,7 +47,7 @@ class TaskSource:
         check_answer: Callable[[str], None] | None = None,
         columns: ColumnsConfig | None = None,
     ) -> TaskSource:
-        """Rows of a file (see `load_tasks`), epoch after epoch, in a new order each when `shuffle` is on.
+        """Rows of a file (see `load_tasks`), epoch after epoch, each in a new order when `shuffle` is on.
 
         `check_answer` raises DataError for a gold answer that the judge cannot use, of which "" is a missing one; it
         sees each row once. A row that is no task, or fails that check, is skipped and noted in `skipped`. DataError
@@ -63,17 +63,19 @@ class TaskSource:
         return cls(make, {"kind": "generated", "first_task": make(0).id})
 
     def next(self, n: int) -> list[Task]:
-        """The next `n` tasks."""
+        """Draws the next `n` tasks."""
         return [self.draw()[1] for _ in range(n)]
 
     def try_first(self) -> None:
-        """Reads the first rows as `next` would, and goes back. Raises DataError where they would end the stream."""
+        """Reads the first rows as `next` would, and restores the position. Raises DataError where they end the
+        stream.
+        """
         before = self.state_dict()
         self.next(MIN_ROWS_SEEN)
         self.load_state_dict(before)
 
     def draw(self) -> tuple[int, Task]:
-        """The next task and its position; no two tasks of a run have the same one."""
+        """Draws the next task; returns it with its position, which no other task of a run has."""
         while True:
             position = self._again.pop(0) if self._again else self._position
             self._position = max(self._position, position + 1)
@@ -82,22 +84,22 @@ class TaskSource:
                 return position, task
 
     def _at(self, position: int) -> Task | None:
-        """None for what is skipped."""
+        """The task at a position; None for a skipped row."""
         return self._tasks(position)
 
     def unused(self, rows: int) -> Counter[str]:
-        """Counts of the first rows that hold something no task is made of, by the name of its column or field."""
+        """Number of the first rows that hold a column or field without effect, by its name."""
         return Counter()
 
     def ends_after(self, max_skip_share: float, usable: int | None = None) -> int | None:
-        """Rows that a run with this share reads until those in `skipped`, which are all bad ones, end it; None: never.
+        """Number of rows that a run with this share reads until those in `skipped`, the bad rows, end it; None: never.
 
-        It draws an epoch in its order; or, as an evaluation does, `usable` tasks in the order of the file (0: all).
+        The run reads an epoch in its shuffled order, or, as an evaluation does, `usable` tasks in file order (0: all).
         """
         return None
 
     def all(self) -> Iterator[Task]:
-        """One pass in order, apart from `next`'s position; endless for generated tasks."""
+        """One pass in file order, independent of `next`'s position; endless for generated tasks."""
         index = 0
         while True:
             yield self._tasks(index)
@@ -109,7 +111,7 @@ class TaskSource:
         return {"identity": dict(self._identity), "position": self._position, "again": again}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises ValueError when it belongs to other data or another seed."""
+        """Restores a saved position. Raises ValueError when `state` belongs to other data or another seed."""
         for key, here in self._identity.items():
             saved = state["identity"].get(key)
             if saved != here:
@@ -121,7 +123,7 @@ class TaskSource:
 
 
 class _RecordSource(TaskSource):
-    """`_position` counts rows drawn, skipped ones included: row `position % n` of epoch `position // n`."""
+    """Tasks of a file. `_position` counts drawn and skipped rows: row `position % n` of epoch `position // n`."""
 
     def __init__(
         self,
@@ -220,7 +222,7 @@ class _RecordSource(TaskSource):
 
 
 def too_many(share: float, bad: int, failures: int, seen: int, rows: int) -> bool:
-    """Whether bad rows end a run: more than `share` of the file's `rows` are, or of all, by what was seen so far.
+    """Whether bad rows end a run: they are more than `share` of the file's `rows`, or surely will be, by the rows seen.
 
     `bad` counts different rows; `failures` of `seen` count a row in each epoch.
     """
@@ -230,7 +232,7 @@ def too_many(share: float, bad: int, failures: int, seen: int, rows: int) -> boo
 def surely_above(share: float, bad: int, seen: int) -> bool:
     """Whether `bad` of `seen` rows in a random order have a probability below `CHANCE` if at most `share` of all are.
 
-    By Chernoff's bound, which holds for draws without repetition, too (Hoeffding 1963, theorems 1 and 4).
+    Computed by Chernoff's bound, which holds for draws without repetition, too (Hoeffding 1963, theorems 1 and 4).
 
     Example: `surely_above(0.1, bad=12, seen=20) and not surely_above(0.1, bad=3, seen=20)`
     """

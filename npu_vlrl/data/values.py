@@ -1,4 +1,4 @@
-"""Values of files as Python has them: numbers as they are written, dates as texts, nothing rounded or left out."""
+"""Converts values of files to Python: numbers as written, dates as texts, nothing rounded or left out."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import pyarrow as pa
 from npu_vlrl.types import DataError
 
 MAX_DIGITS = 400
-"""Decimal places before or behind the point up to which a number is written out; a float has fewer than 330."""
+"""Maximum number of digits before or behind the point with which a number is written; a float has fewer than 330."""
 
 _PER_DAY = {"day": 1, "s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
 _DAYS_BEFORE_1970, _DAYS_TO_10000 = 719_162, 2_932_897
-"""Days from 0001-01-01 to 1970-01-01, and from there to 10000-01-01."""
+"""Days from 0001-01-01 to 1970-01-01, and from 1970-01-01 to 10000-01-01."""
 
 
 class WrittenFloat(float):
-    """A number of a JSON text, with the digits in which it is written.
+    """Number of a JSON text, with the digits in which it is written.
 
     Example: `WrittenFloat("1e-05").written == "1e-05"`
     """
@@ -37,15 +37,15 @@ class WrittenFloat(float):
 
 
 class TimeText(str):
-    """A date, time or duration of a table as text: ISO 8601, which unlike Python's types has room for all of them."""
+    """Date, time or duration of a table as ISO 8601 text, which unlike Python's types represents all of them."""
 
     __slots__ = ()
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The value of a JSON text, its numbers with a point or exponent as `WrittenFloat`.
+    """Parses a JSON text; numbers with a point or exponent become `WrittenFloat`.
 
-    Raises ValueError for a text that is no JSON, and for an object in which a key stands twice.
+    Raises ValueError for invalid JSON, and for an object with a repeated key.
     """
     return json.loads(text, parse_float=WrittenFloat, object_pairs_hook=_object)
 
@@ -60,15 +60,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number of Python, numpy or a table; a truth value is none."""
+    """Whether a value is a number of Python, numpy or a table; booleans are not."""
     return isinstance(value, int | float | Decimal | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def number_text(number: Any) -> str:
-    """A number (see `is_number`) as a plain decimal text, without exponent and without zeros at its end.
+    """Formats a number (see `is_number`) as a plain decimal text, without exponent and without trailing zeros.
 
-    The digits are those of the file, or the shortest that tell the float from all others of its width.
-    Raises ValueError for one that is not finite, or that has more than `MAX_DIGITS` digits on a side of the point.
+    The digits are those of the file, or the shortest that distinguish the float from all others of its width. Raises
+    ValueError for a number that is not finite, or that has more than `MAX_DIGITS` digits on a side of the point.
 
     Example: 1e-05 is "0.00001", 5.0 is "5", 2.50 is "2.5", float32 0.1 is "0.1"
     """
@@ -85,10 +85,10 @@ def number_text(number: Any) -> str:
 
 
 def to_python(scalar: pa.Scalar) -> Any:
-    """A value of a table. Numbers keep the digits of their width, dates and durations become `TimeText`.
+    """Converts a value of a table. Numbers keep the digits of their width, dates and durations become `TimeText`.
 
     `Scalar.as_py` would widen float32 (0.1 becomes 0.10000000149…), and raise for dates and nanoseconds that Python's
-    types have no room for.
+    types cannot represent.
     """
     if not scalar.is_valid:
         return None
@@ -127,7 +127,7 @@ def _time_text(scalar: pa.Scalar) -> TimeText:
 
 
 def clean(text: str, where: str) -> str:
-    """The text. Raises DataError that begins with `where` for one that holds a null byte or half a surrogate pair."""
+    """Returns the text. Raises DataError that begins with `where` for a null byte or half a surrogate pair."""
     if "\0" in text:
         raise DataError(f"{where}: the text contains a null byte; remove it")
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -136,7 +136,7 @@ def clean(text: str, where: str) -> str:
 
 
 def says(value: Any) -> bool:
-    """Whether a value tells anything: null, false, "" and what holds nothing else do not.
+    """Whether a value is not empty: null, false, "" and containers of nothing else are.
 
     Tables fill absent fields with null, and writers of chats give each message all fields.
     """
@@ -148,9 +148,9 @@ def says(value: Any) -> bool:
 
 
 def as_json(value: Any, where: str) -> Any:
-    """The value as JSON has it, for processes that get it as such: exact decimals and dates are texts, bytes base64.
+    """Converts a value to JSON, for processes that receive it so: exact decimals and dates become texts, bytes base64.
 
-    Raises DataError that begins with `where` for what has no such form.
+    Raises DataError that begins with `where` for a value without such a form.
     """
     if isinstance(value, dict):
         return {str(key): as_json(part, f"{where}.{key}") for key, part in value.items()}

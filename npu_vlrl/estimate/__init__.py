@@ -1,6 +1,6 @@
-"""What a run takes before it is started: memory and time, from the shapes of a model that has no weights."""
+"""Estimates memory and time of a run before it starts, from the shapes of a model without weights."""
 
 from pathlib import Path
 
 PUBLISHED = Path(__file__).parent / "published"
-"""Folders with what gives the shapes of well-known models. It stands here, as `outline` imports transformers."""
+"""Folders with the shapes of well-known models. The constant stands here, since `outline` imports transformers."""

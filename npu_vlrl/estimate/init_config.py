@@ -1,4 +1,4 @@
-"""A first configuration for a task, that fits the devices that there are: `npu-vlrl init`."""
+"""Writes a first configuration for a task that fits the present devices: `npu-vlrl init`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from npu_vlrl.hardware import PLATFORMS, Platform, select
 from npu_vlrl.tasks.starting import Values
 
 LARGEST_FIRST = ("Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen2.5-VL-3B-Instruct")
-"""What is proposed where no model is named: the first that fits."""
-PICTURE = (640, 480)
+"""Models proposed where none is named: the first that fits."""
+IMAGE_SIZE = (640, 480)
 
 _REAL: Values = {"model.dtype": "bfloat16", "model.freeze_vision": True, "model.gradient_checkpointing": True}
 _ONE: Values = {
@@ -46,7 +46,7 @@ _TINY: Values = {
     "evaluation.every": 0,
     "evaluation.tasks": 8,
 }
-"""On a CPU: the whole path with a model that learns nothing."""
+"""Settings on a CPU: the whole path with a model that learns nothing."""
 
 COMMENTS = {
     "run.dir": "metrics, trajectories, checkpoints and the trained model",
@@ -54,16 +54,16 @@ COMMENTS = {
     "train.learners": "each process samples and learns",
     "train.shard": "weights, gradients and moments are divided over the processes",
     "model.path": "a Hugging Face folder",
-    "model.freeze_vision": "the vision tower stays as it is, and its features are computed once a picture",
+    "model.freeze_vision": "the vision tower stays as it is, and its features are computed once an image",
     "model.gradient_checkpointing": "computes activations again, and needs a fraction of their memory",
     "model.lora.rank": "adapters are trained, and the model stays as it is",
-    "model.max_pixels": "larger pictures are made smaller: 784 pixels of Qwen2.5-VL are a token, 1024 of Qwen3-VL",
+    "model.max_pixels": "larger images are made smaller: 784 pixels of Qwen2.5-VL are a token, 1024 of Qwen3-VL",
     "data.train.path": "rows in verl's schema, see docs/data.md",
     "data.train.generator": "new rooms, without end",
     "workflow.max_turns": "turns of the policy in an episode; a tool call is a turn",
     "workflow.turn_discount": "a right answer in a later turn earns less",
     "workflow.turn_tokens": "sampled in a turn at most",
-    "workflow.context_tokens": "of a whole episode, pictures included",
+    "workflow.context_tokens": "of a whole episode, images included",
     "workflow.tool_call_reward": "another look has a price",
     "reward.rule": "or path/to/file.py:function of your own",
     "rollout.groups": "tasks in a step",
@@ -81,13 +81,13 @@ class Starter:
     config: Config
     devices: int
     chosen: str
-    """What it is for, and why the model is that one, as one sentence."""
+    """Purpose of the configuration and reason for its model, as one sentence."""
 
 
 def machine(platform: str | None, device: str | None, devices: int | None) -> tuple[Device, int]:
-    """The device to write for, and how many. What is not named is looked up on this machine.
+    """Device to write for, and number of devices. What is not given is taken from this machine.
 
-    Raises ConfigError for a platform that cannot be used here, unless `device` names what it will be used on.
+    Raises ConfigError for a platform that cannot be used here, unless `device` names the device of the run.
     """
     if device is not None:
         return named_device(device), devices or 1
@@ -127,20 +127,20 @@ def starter(task: str, device: Device, devices: int, model: str | None, target: 
 
 
 def _fitting(task: str, device: Device, devices: int, model: str | None) -> tuple[Values, str]:
-    """The settings, and why the model is that one."""
+    """Settings that fit, and the reason for the model."""
     where, wanted = f"{devices} x {device.name}", load(STARTERS, task).STARTER
     if device.memory is None and model is None:
         return _TINY | wanted | _TINY, f"a tiny random model, since {where} has no memory of its own"
     values = wanted | _REAL | (_ONE if devices == 1 else _SEVERAL)
     if model is not None:
         chosen = {"model.path": model} | values
-        fits = estimate(_config(chosen), device, devices, PICTURE).fits
+        fits = estimate(_config(chosen), device, devices, IMAGE_SIZE).fits
         verdict = {True: "fits", False: "does not fit; see `npu-vlrl estimate`", None: "of unknown memory"}[fits]
         return chosen, f"{model} on {where}, which {verdict}"
     smaller: Values = {"rollout.cache_mib": 2048}
     for name, caches in product(LARGEST_FIRST, ({}, smaller)):
         chosen = {"model.path": f"models/{name}"} | values | caches
-        if estimate(_config(chosen), device, devices, PICTURE).fits:
+        if estimate(_config(chosen), device, devices, IMAGE_SIZE).fits:
             return chosen, f"{name} on {where}: the largest known model that fits"
     raise ConfigError(
         f"no known model fits {where}; give more --devices, or a smaller --model, e.g. --model tiny:qwen2_5_vl"
@@ -163,7 +163,7 @@ def _config(values: Values) -> Config:
 
 
 def _lines(values: Values) -> Iterator[str]:
-    """YAML, section by section, with the comments of their keys."""
+    """Lines of YAML, section by section, with the comments of their keys."""
     nested = _nested(values)
     order = ("run", "train", "model", "data", "environment", "workflow", "reward", "rollout", "algorithm", "optim")
     for section in sorted(nested, key=lambda name: order.index(name) if name in order else len(order)):
@@ -185,7 +185,7 @@ def _section(values: Mapping[Any, Any], path: str, depth: int) -> Iterator[str]:
 
 
 def _plain(value: Any) -> str:
-    """A value on one line of YAML."""
+    """Formats a value on one line of YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -196,7 +196,7 @@ def _plain(value: Any) -> str:
 
 
 def next_steps(task: str, made: Starter, target: Path, device: str | None) -> Iterator[str]:
-    """Commands that come next, in their order. `device`: the name of another machine's."""
+    """Commands that come next, in their order. `device`: the name of another machine's device."""
     path = made.config.model.path
     if not path.startswith("tiny:") and not (Path(path) / "config.json").is_file():
         yield f"# download Qwen/{Path(path).name} into {path}, or set model.path"

@@ -1,9 +1,9 @@
-"""How much memory of a device an update and a rollout take, item by item.
+"""Estimates the device memory of an update and of a rollout, item by item.
 
-What an update has in memory changes all the time, so it is followed: forward each part of the model (blocks of the
-tower, embedding, layers, head) leaves behind what its backward pass needs; backward, part by part from the end, that is
-given up and the gradients of the part's weights are there instead. The peak is the moment at which most is there. What
-a part leaves behind is counted from its definition, as the fused implementations of the platforms compute it.
+The memory of an update is simulated: in the forward pass each part of the model (blocks of the tower, embedding,
+layers, head) saves activations for its backward pass; in the backward pass, part by part from the end, they are freed
+and the gradients of the part's weights are allocated. The peak is the maximum over these moments. The saved activations
+are counted from a part's definition, as the fused implementations of the platforms compute it.
 
 Letters as in the kernels: T tokens, N scored ones, P patches; H hidden width, I inner width.
 """
@@ -21,7 +21,7 @@ from npu_vlrl.model.tower import Tower
 from npu_vlrl.types import ImageInput
 
 Parts = Mapping[str, float]
-"""Bytes by what they are for."""
+"""Bytes by purpose."""
 
 LIBRARIES = 1.0e9
 """Bytes that the driver's context and the libraries' workspaces take. PyTorch's allocator does not count them."""
@@ -37,17 +37,17 @@ GRADIENT_OF_LOGITS = 2**27
 
 @dataclass(frozen=True)
 class Pass:
-    """What goes through the model in one micro-batch."""
+    """Work of the model in one micro-batch."""
 
     tokens: int
-    """Distinct ones, through the layers."""
+    """Distinct tokens that pass the layers."""
     path: int
-    """Keys that are gathered: for each run of tokens all that its last one sees."""
+    """Number of gathered keys: for each run of tokens, all keys that its last token sees."""
     pairs: int
-    """Of a token and one that it sees."""
+    """Number of pairs of a token and one that it sees."""
     scored: int
     images: Sequence[ImageInput] = ()
-    """Distinct ones."""
+    """Distinct images."""
 
     @property
     def patches(self) -> int:
@@ -56,74 +56,74 @@ class Pass:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What an engine holds at the fullest moment of a step."""
+    """Load of an engine at the fullest moment of a step."""
 
     rows: int
-    """Turns that are decoded together."""
+    """Number of turns that are decoded together."""
     room: int
-    """Tokens that each of them has room for."""
+    """Number of tokens for which each of them has room."""
     kept: int = 0
-    """Tokens whose keys and values are kept when the last turn has ended, of all episodes together."""
+    """Tokens whose KV cache is kept when the last turn has ended, of all episodes together."""
     kept_before: int = 0
-    """The same before that turn, which are there until it has ended."""
+    """Tokens whose KV cache is kept before the last turn; it is freed when that turn has ended."""
     prefill: int = 0
-    """Tokens that are read together."""
+    """Number of tokens that are prefilled together."""
     patches: int = 0
-    """Patches that go through the tower together."""
+    """Number of patches that pass the tower together."""
     image_tokens: int = 0
-    """Of all distinct pictures of a step."""
+    """Tokens of all distinct images of a step."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the work is shared out."""
+    """Distribution of the work over processes."""
 
     learners: int = 1
-    """0: the process only samples."""
+    """Number of learners; 0: the process only samples."""
     shard: bool = False
     offload: bool = False
     reference: bool = False
-    """KL is measured against a policy of its own; an adapter's needs no copy."""
+    """Whether KL is measured against a separate policy; that of an adapter needs no copy."""
     separate_critic: bool = False
     feature_bytes: int = 0
     cache_bytes: int = 2**34
     vllm: bool = False
-    """The engine is vLLM: it takes all it may have for keys and values, and beside a learner has weights of its own."""
+    """Whether the engine is vLLM: it allocates its whole KV cache, and beside a learner has its own weights."""
     sleep: bool = False
-    """vLLM beside a learner holds nothing on the device while the learner computes."""
+    """Whether vLLM beside a learner frees its memory while the learner computes."""
     split: int = 1
-    """Devices that a process which only samples splits the model over."""
+    """Number of devices over which a process that only samples splits the model."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is in memory at one moment."""
+    """Memory at one moment of an update or a rollout."""
 
     name: str
     parts: Parts
 
     @property
     def total(self) -> float:
-        """Bytes, as PyTorch's allocator counts them."""
+        """Sum of the parts in bytes, as PyTorch's allocator counts them."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A block of the tower, a layer, or the head, in one micro-batch; bytes."""
+    """A block of the tower, a layer, or the head, in one micro-batch; numbers are bytes."""
 
     kind: str
     saved: float
-    """Left behind by the forward pass for the backward pass."""
+    """Activations that the forward pass saves for the backward pass."""
     working: float
-    """More while its backward pass runs: what is computed again, and gradients of activations."""
+    """Additional memory of the backward pass: recomputed activations, and gradients of activations."""
     gradient: float
-    """Of its trained weights."""
+    """Gradient of the trained weights."""
 
 
 @dataclass
 class MemoryModel:
-    """The bytes that a policy's weights and passes take."""
+    """Computes the bytes that a policy's weights and passes take."""
 
     policy: Policy
     plan: Plan = field(default_factory=Plan)
@@ -139,7 +139,7 @@ class MemoryModel:
     # --- what is always there ---
 
     def base(self) -> dict[str, float]:
-        """Weights, and what the optimiser keeps from its first step on."""
+        """Bytes of the weights, and of the optimiser's state from its first step on."""
         plan, policy = self.plan, self.policy
         trained, tower = list(policy.trainable().values()), _parameters(policy.vision)
         everything = _bytes(policy.model.parameters())
@@ -174,7 +174,7 @@ class MemoryModel:
     # --- an update ---
 
     def update(self, passes: Sequence[Pass], resident: Parts | None = None) -> Moment:
-        """The fullest moment of an update of these micro-batches, in their order. `resident`: what else is there."""
+        """The fullest moment of an update of these micro-batches, in their order. `resident`: other memory in use."""
         base = self.base() | dict(resident or {})
         if self.plan.sleep:
             base.pop(ENGINE_COPY, None)
@@ -275,7 +275,7 @@ class MemoryModel:
         return one.tokens * (3 * self._inner + 2 * self._entering) * self._item
 
     def _head(self, one: Pass) -> _Part:
-        """The last norm, and the scores of tokens, whose logits never exist at once."""
+        """The last norm, and the scores of tokens, whose logits never exist all at once."""
         hidden, item = self._hidden, self._item
         saved = (2 * one.tokens + one.scored) * hidden * item
         head = self.policy.head_weight
@@ -284,13 +284,13 @@ class MemoryModel:
         return _Part("head", saved, working, 0.0 if self._tied else 4.0 * trained * self._kept_gradients)
 
     def _waiting_gradient(self) -> float:
-        """Of a head that is the embedding, too: its gradient in 16 bits waits for that of the embedding."""
+        """Bytes of a tied head's 16-bit gradient, which waits for that of the embedding; 0 for an untied head."""
         waits = self._tied and self._embedding.requires_grad
         return float(self._item * self._embedding.numel()) if waits else 0.0
 
     def saved_by_block(self, patches: int) -> float:
-        """Bytes that a block of the tower leaves behind: both norms' inputs and outputs, the product that queries, keys
-        and values come from, the rotated ones, attention's output and a float32 a head, and what its MLP needs.
+        """Bytes that a block of the tower saves: inputs and outputs of both norms, the product of queries, keys and
+        values, the rotated ones, attention's output and a float32 a head, and the inputs of its MLP's products.
         """
         assert self.policy.vision is not None
         shape, gated = self.policy.vision.shape, self.policy.vision.gated
@@ -315,7 +315,7 @@ class MemoryModel:
     # --- a rollout ---
 
     def rollout(self, play: Rollout) -> Moment:
-        """The fullest moment of sampling: the last turn is read, or it has ended and its keys and values are kept."""
+        """The fullest moment of sampling: the last turn is prefilled, or it has ended and its KV cache is kept."""
         there = self.base() | self.cache(play) | self.features(play)
         before, after = (min(self.plan.cache_bytes, n * self.kv_bytes) for n in (play.kept_before, play.kept))
         if self.plan.vllm:  # keeps them among those that it has
@@ -335,19 +335,19 @@ class MemoryModel:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token."""
+        """Bytes of the KV cache of one token."""
         layers, heads, width = self.policy.kv_shape
         return 2 * layers * heads * width * self._item
 
     def cache(self, play: Rollout) -> dict[str, float]:
-        """Keys and values of the rows that are decoded together: they stay where they are during an update."""
+        """Bytes of the KV cache of the rows that are decoded together; it stays allocated during an update."""
         if self.plan.vllm:  # takes all it may have at the start
             return {"keys and values": float(self.plan.cache_bytes)}
         rows = max(1, min(play.rows, self.plan.cache_bytes // max(1, play.room * self.kv_bytes)))
         return {"keys and values": float(rows * play.room * self.kv_bytes)}
 
     def features(self, play: Rollout) -> dict[str, float]:
-        """Kept vision features."""
+        """Bytes of cached vision features."""
         deep = 0 if self.policy.vision is None else self.policy.vision.shape.deep
         size = play.image_tokens * self._hidden * (1 + deep) * self._item
         return {"vision features": float(min(self.plan.feature_bytes, size))} if size else {}

@@ -1,4 +1,4 @@
-"""The model that a configuration names, as names and shapes on the device `meta`."""
+"""Builds the configured model as names and shapes on the device `meta`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from npu_vlrl.types import SpecialTokens
 @dataclass(frozen=True)
 class Outline:
     policy: Policy
-    """On the device `meta`, with what is frozen and added as configured."""
+    """Policy on the device `meta`, with frozen parts and adapters as configured."""
     processor: ImageProcessor | None
-    """None for a text-only model."""
+    """Image processor; None for a text-only model."""
 
 
 def published_models() -> list[str]:
@@ -29,10 +29,10 @@ def published_models() -> list[str]:
 
 
 def outline_of(config: ModelConfig) -> Outline:
-    """Reads the config.json of `model.path`. A folder that is not there, but is called like a published model, has that
-    model's shapes.
+    """Outline of the model in the config.json of `model.path`. A missing folder with the name of a published model has
+    that model's shapes.
 
-    Raises ConfigError for another one.
+    Raises ConfigError for any other missing folder.
     """
     whole = config.model_copy(update={"min_pixels": None, "max_pixels": None})
     policy, processor = _outline(whole)
@@ -41,7 +41,7 @@ def outline_of(config: ModelConfig) -> Outline:
 
 @lru_cache(maxsize=16)
 def _outline(config: ModelConfig) -> tuple[Policy, ImageProcessor | None]:
-    """Sizes of pictures change no shape of a model, which takes a second to outline."""
+    """Outline by cached configuration: pixel limits change no shape of a model, which takes a second to build."""
     with tempfile.TemporaryDirectory(prefix="npu_vlrl_") as scratch:
         folder = shapes_folder(config.path, Path(scratch))
         model = arranged(outline(folder, DTYPES[config.dtype]), config)
@@ -55,7 +55,7 @@ def _outline(config: ModelConfig) -> tuple[Policy, ImageProcessor | None]:
 
 
 def shapes_folder(path: str, scratch: Path) -> Path:
-    """A folder with the config.json of `path`. Raises ConfigError."""
+    """Folder with the config.json of `path`. Raises ConfigError."""
     if path.startswith(TINY) or Path(path).exists():
         return model_folder(path, scratch, seed=0, whole=False)
     if Path(path).name in published_models():

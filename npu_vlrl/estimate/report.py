@@ -1,4 +1,4 @@
-"""What a configuration takes on a device, for people: `npu-vlrl estimate`."""
+"""Reports the estimate of a configuration on a device: `npu-vlrl estimate`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ REMEDIES = {
     "engine's copy": "rollout.engine=inprocess",
     "weights": "a smaller model",
 }
-"""What makes a part smaller."""
+"""Settings that make a part smaller."""
 
 
 @dataclass(frozen=True)
 class Device:
     name: str
     peak: Peak | None
-    """None where the maker's numbers are not known."""
+    """Peak performance; None where the maker's numbers are unknown."""
     memory: float | None
-    """Bytes; None on a device without memory of its own."""
+    """Memory in bytes; None on a device without memory of its own."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Role:
 
     @property
     def needs(self) -> float:
-        """Bytes of a device."""
+        """Needed bytes of a device."""
         return max(moment.total for moment in self.moments) + LIBRARIES
 
 
@@ -67,18 +67,18 @@ class Estimate:
     episodes: int
     roles: tuple[Role, ...]
     seconds: dict[str, float]
-    """Of a step, by what it does; empty where no peak is known."""
+    """Seconds of a step by phase; empty where no peak is known."""
 
     @property
     def fits(self) -> bool | None:
-        """None where there is no memory to fit into."""
+        """Whether the run fits; None on a device without memory of its own."""
         if self.device.memory is None:
             return None
         return all(role.needs <= self.device.memory for role in self.roles)
 
 
 def named_device(name: str | None) -> Device:
-    """A published one, or this machine's first. Raises ConfigError for an unknown name, and HardwareError."""
+    """A published device, or this machine's first. Raises ConfigError for an unknown name, and HardwareError."""
     if name is not None:
         try:
             found, peak = published(name)
@@ -94,14 +94,14 @@ def estimate(
     config: Config,
     device: Device,
     processes: int,
-    picture: tuple[int, int],
+    image_size: tuple[int, int],
     turns: int | None = None,
     sampled: int | None = None,
 ) -> Estimate:
-    """For a run of so many processes, each with a device of its own. `picture` is (width, height) in pixels; `turns`
-    and `sampled` tokens of a turn are the configured limits where they are None.
+    """Estimates a run of `processes` processes, each with a device of its own. `image_size` is (width, height) in
+    pixels; `turns` and `sampled` tokens of a turn are the configured limits where they are None.
 
-    Raises ConfigError for what cannot be run.
+    Raises ConfigError for a configuration that cannot run.
     """
     number = config.train.learners
     learners = processes if number == "all" else number
@@ -110,7 +110,7 @@ def estimate(
     apart = processes > learners
     engines = processes - learners if apart else learners
     outline = outline_of(config.model)
-    episode = largest_episode(config, outline.processor, picture, turns, sampled)
+    episode = largest_episode(config, outline.processor, image_size, turns, sampled)
     play, work = played(config, episode, engines), passes(config, episode, learners)
     vllm = engine_kind(config.rollout.engine).has_own_weights
     beside = {"vllm": vllm and not apart, "sleep": config.rollout.sleep and not apart}
@@ -140,7 +140,7 @@ def estimate(
 def _roles(
     config: Config, learning: MemoryModel, sampling: MemoryModel, work: Sequence[Pass], play: Rollout
 ) -> tuple[Role, ...]:
-    """One where every process learns and samples; else two."""
+    """One role where every process learns and samples; else two."""
     kept = learning.features(play) if learning.policy.vision_is_frozen else {}
     if sampling is learning:
         cache = {} if learning.plan.sleep else learning.cache(play)
@@ -156,12 +156,12 @@ def _roles(
 
 
 def _scorings(config: Config) -> int:
-    """Passes without gradients before an update: for the KL reference, a critic, a proximal policy."""
+    """Number of passes without gradients before an update: for the KL reference, a critic, a proximal policy."""
     return len(config.algorithm.needs)
 
 
 def lines(found: Estimate, processes: int) -> Iterator[str]:
-    """The report."""
+    """Lines of the report."""
     device, episode = found.device, found.episode
     yield f"model: {found.parameters / 1e9:.2f}e9 parameters, {found.trained / 1e9:.3g}e9 trained"
     facts = f", {device.memory / 1e9:.0f} GB" if device.memory else ""
@@ -172,7 +172,7 @@ def lines(found: Estimate, processes: int) -> Iterator[str]:
     image = episode.first_image
     yield (
         f"a step: {found.episodes} episodes of {episode.tokens} tokens: {episode.turns} turns of {episode.sampled}"
-        + (f", pictures of {image.n_tokens}" if image else "")
+        + (f", images of {image.n_tokens}" if image else "")
     )
     for role in found.roles:
         yield ""

@@ -1,4 +1,4 @@
-"""How long a step takes: operations and bytes, at shares of the maker's peak that were measured once and are assumed.
+"""Estimates the duration of a step from operations and bytes, at assumed shares of the maker's peak, measured once.
 
 All shares come from one kind of device (H200, benchmarks/README.md); nothing was measured on others, NPUs among them.
 """
@@ -14,19 +14,19 @@ from npu_vlrl.hardware import Peak
 from npu_vlrl.learner.flops import ModelFlops
 
 UPDATE_SHARE = 0.45
-"""Of the peak's operations in forward and backward passes, recomputed ones included."""
+"""Achieved share of the peak's operations in forward and backward passes, recomputed ones included."""
 PREFILL_SHARE = 0.5
-"""Of the peak's operations while contexts are read."""
+"""Achieved share of the peak's operations during prefill."""
 DECODE_SHARE = 0.35
-"""Of the peak's bandwidth while tokens are drawn: weights, keys and values are read for each."""
+"""Achieved share of the peak's bandwidth during decoding: weights and KV cache are read for each token."""
 STEP_BYTES = 30
-"""AdamW reads and writes for each trained parameter: gradient 4, moments and master 24, weight 2."""
+"""Bytes that AdamW reads and writes for each trained parameter: gradient 4, moments and master 24, weight 2."""
 LINK = 1e11
 """Bytes a second from device to device; between two H200 of one host 3e11 were measured."""
 
 
 def update_seconds(memory: MemoryModel, work: Sequence[Pass], peak: Peak, extra_forwards: int = 0) -> float:
-    """Of one learner. `extra_forwards`: passes without gradients, for the KL reference and the like."""
+    """Seconds of one learner's update. `extra_forwards`: passes without gradients, e.g. for the KL reference."""
     policy = memory.policy
     flops = ModelFlops(policy)
     recomputed = 1 + extra_forwards if _recomputes(memory) else extra_forwards
@@ -50,7 +50,7 @@ def _recomputes(memory: MemoryModel) -> bool:
 
 
 def prefill_seconds(memory: MemoryModel, episode: Episode, groups: int, rows: int, peak: Peak) -> float:
-    """Reads all openings once, and what the world says to each episode."""
+    """Seconds of the prefill of all openings once, and of the environment's replies to each episode."""
     flops = ModelFlops(memory.policy)
     replies = episode.turns - 1
     tokens = groups * episode.opening + rows * replies * episode.reply
@@ -61,7 +61,7 @@ def prefill_seconds(memory: MemoryModel, episode: Episode, groups: int, rows: in
 
 
 def decode_seconds(memory: MemoryModel, episode: Episode, play: Rollout, peak: Peak) -> float:
-    """Draws every token of every turn; rows beyond the room for keys and values wait."""
+    """Seconds of decoding every token of every turn; rows beyond the room of the KV cache wait."""
     together = max(1, min(play.rows, memory.plan.cache_bytes // max(1, play.room * memory.kv_bytes)))
     waves = -(-play.rows // together)
     layers: int = sum(p.numel() * p.element_size() for p in memory.policy.text.parameters())
@@ -72,7 +72,7 @@ def decode_seconds(memory: MemoryModel, episode: Episode, play: Rollout, peak: P
 
 
 def sync_seconds(memory: MemoryModel, sampling_apart: bool) -> float:
-    """New weights to engines in other processes, or to the whole policy beside a divided one."""
+    """Seconds of sending new weights to engines in other processes, or to the full policy beside a sharded one."""
     if not sampling_apart and not memory.plan.shard:
         return 0.0
     return sum(p.numel() * memory.policy.dtype.itemsize for p in memory.policy.trainable().values()) / LINK

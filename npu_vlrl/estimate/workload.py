@@ -1,4 +1,4 @@
-"""What a step of a configuration computes at most: its episodes, its micro-batches, and what its engine holds."""
+"""Maximum work of a configuration's step: its episodes, its micro-batches, and the load of its engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPLY = 32
 
 @dataclass(frozen=True)
 class Episode:
-    """The largest episode. All are taken to be like it, which makes an estimate an upper bound."""
+    """The largest episode. All episodes are assumed to be as large, so an estimate is an upper bound."""
 
     opening: int
     """Tokens before the first turn, which the members of a group share."""
@@ -28,14 +28,14 @@ class Episode:
     sampled: int
     """Tokens that the policy samples in a turn."""
     reply: int
-    """Tokens that the world says between two turns."""
+    """Tokens of the environment's reply between two turns."""
     first_image: ImageInput | None
     later_image: ImageInput | None
-    """Comes with each reply."""
+    """Image of each reply."""
 
     @property
     def own(self) -> int:
-        """Tokens of a member alone."""
+        """Number of tokens of one member alone."""
         return self.turns * self.sampled + (self.turns - 1) * self.reply
 
     @property
@@ -44,15 +44,20 @@ class Episode:
 
 
 def largest_episode(
-    config: Config, processor: ImageProcessor | None, picture: tuple[int, int], turns: int | None, sampled: int | None
+    config: Config,
+    processor: ImageProcessor | None,
+    image_size: tuple[int, int],
+    turns: int | None,
+    sampled: int | None,
 ) -> Episode:
-    """`picture` is (width, height) in pixels. An episode that would not fit into `workflow.context_tokens` has fewer
-    turns. Where not even one fits beside `TEXT`, the turns are as many as fit beside `REPLY`, and the text is the rest.
+    """Largest episode of a configuration. `image_size` is (width, height) in pixels. An episode that would not fit into
+    `workflow.context_tokens` has fewer turns. Where not even one turn fits beside `TEXT`, the turns are as many as fit
+    beside `REPLY`, and the text is the rest.
 
     Raises ConfigError when not even one turn fits.
     """
     workflow = config.workflow
-    width, height = picture
+    width, height = image_size
     image = None if processor is None else processor.describe(Image(np.zeros((height, width, 3), np.uint8)))
     later = image if workflow.tools or not config.environment.is_judged else None
     seen = image.n_tokens + 2 if image else 0
@@ -65,7 +70,7 @@ def largest_episode(
     opening, room = text + seen, room - text
     if room < 0:
         raise ConfigError(
-            f"workflow.context_tokens={workflow.context_tokens} has no room for {text} tokens of text, a picture of "
+            f"workflow.context_tokens={workflow.context_tokens} has no room for {text} tokens of text, an image of "
             f"{seen} and a turn of {sampled}; raise it, or lower model.max_pixels or workflow.turn_tokens"
         )
     fitting = 1 + room // (sampled + reply)
@@ -73,7 +78,7 @@ def largest_episode(
 
 
 def passes(config: Config, episode: Episode, learners: int) -> list[Pass]:
-    """The micro-batches of one learner. What members of a group begin with is computed once."""
+    """The micro-batches of one learner. The common beginning of a group's members is computed once."""
     room, members = config.optim.micro_batch_tokens, config.rollout.group_size
     group = episode.opening + members * episode.own
     episodes = -(-config.rollout.groups * members // learners)
@@ -100,7 +105,7 @@ def _pass(episode: Episode, groups: int, members: int) -> Pass:
 
 
 def played(config: Config, episode: Episode, engines: int) -> Rollout:
-    """What each of the engines holds."""
+    """Load of each of the engines."""
     rollout = config.rollout
     rows = -(-rollout.groups * rollout.group_size // engines)
     groups = -(-rollout.groups // engines)
@@ -123,7 +128,7 @@ def _patches(image: ImageInput | None) -> int:
 
 
 def plan_of(config: Config, learners: int) -> Plan:
-    """`learners`: how many processes learn; 0 for a process that only samples."""
+    """Distribution of the configured work. `learners`: how many processes learn; 0 for a process that only samples."""
     return Plan(
         learners,
         shard=config.train.shard and learners > 0,

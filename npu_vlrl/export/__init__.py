@@ -1,1 +1,1 @@
-"""From checkpoints, ours and those of other programs, to Hugging Face folders."""
+"""Exports checkpoints, ours and those of other programs, as Hugging Face folders."""

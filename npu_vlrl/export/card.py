@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what the run's own files say, and nothing else."""
+"""Model card, the README.md of an exported model, made of the run's own files only."""
 
 from __future__ import annotations
 
@@ -54,31 +54,31 @@ base = AutoModelForCausalLM.from_pretrained("BASE", dtype="auto")
 model = PeftModel.from_pretrained(base, "FOLDER")
 """,
 }
-"""By whether it sees pictures, and whether it is an adapter. FOLDER and BASE are for the reader to replace."""
+"""Code that loads an export, by whether it sees images and is an adapter. The reader replaces FOLDER and BASE."""
 
 GENERATIONS = "4.57 or 5"
-"""The generations of transformers that an export was read by."""
+"""Generations of transformers with which an export was read."""
 
 MACHINE = {"run", "sync", "ray"}
-"""Sections of the configuration that say where a run ran, not what it learned."""
+"""Sections of the configuration about where a run ran, not what it learned."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What an export was made of."""
+    """Origin of an export."""
 
     sees: bool
     adapter: bool
     weights: str
-    """Their dtype, and where it came from."""
+    """Dtype and origin of the weights."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What is known of its making, a row each."""
+    """Known facts of its making, a row each."""
 
 
 def run_card(
     config: Config, source: Source, step: int, metrics: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
 ) -> str:
-    """Of a checkpoint of a run after `step` steps; `metrics` and `summary` are the content of its files."""
+    """Card of a run's checkpoint after `step` steps; `metrics` and `summary` are the content of its files."""
     name = PurePath(config.run.dir).name
     facts = {"weights": source.weights, **dict(_facts(config, source, step, summary)), **source.facts}
     parts = [
@@ -99,7 +99,7 @@ def run_card(
 
 
 def converted_card(title: str, source: Source) -> str:
-    """Of a model that was trained by another program."""
+    """Card of a model that was trained by another program."""
     parts = [
         _head(source),
         f"# {plain(title)}\n",
@@ -117,7 +117,7 @@ def plain(value: Any) -> str:
 
 
 def fenced(language: str, text: str) -> str:
-    """A code block that ends nowhere inside `text`."""
+    """Code block whose fence does not occur in `text`."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}{fence}\n"
 
@@ -128,7 +128,7 @@ def _head(source: Source) -> str:
 
 
 def _loading(source: Source, dtype: str = "auto") -> str:
-    """`dtype`: of the base that an adapter was trained on, whose folder may say another."""
+    """Instructions for loading. `dtype`: of the base that an adapter was trained on, whose folder may name another."""
     code = LOADED[source.sees, source.adapter].replace("auto", dtype)
     return f"## How to load it\n\nWith transformers {GENERATIONS}:\n\n{fenced('python', code)}"
 
@@ -172,12 +172,12 @@ def _data(source: SourceConfig) -> str:
 
 
 def _short(path: str) -> str:
-    """A path without the folders of somebody's machine; `file.py:function` and plain names stay."""
+    """Path without the folders of somebody's machine; `file.py:function` and plain names are unchanged."""
     return PurePath(path).name or path
 
 
 def _results(step: int, metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Evaluations before the first step, and the last one up to `step`."""
+    """Results of the evaluations before the first step, and of the last one up to `step`."""
     found = [line for line in metrics if line["step"] <= step and any(key.startswith("eval/") for key in line)]
     shown = [line for line in found if line["step"] == 0][:1] + [line for line in found if line["step"] > 0][-1:]
     names = sorted({key for line in shown for key in line if key.startswith("eval/")})

@@ -1,4 +1,4 @@
-"""Checkpoints of other programs as Hugging Face folders: by names of transformers, or by those of Megatron-core."""
+"""Converts checkpoints of other programs to Hugging Face folders: by names of transformers, or of Megatron-core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from npu_vlrl.model.policy import Policy
 
 
 def convert(checkpoint: Path, base: Path, out: Path) -> str:
-    """Writes the weights of a checkpoint with all else from the model folder `base`, and says what it was.
+    """Writes the weights of a checkpoint with the other files of the model folder `base`, and returns a description.
 
     Weights are written in the dtype of `base`. Memory: the model on the host, and one tensor.
 
@@ -58,7 +58,7 @@ def convert(checkpoint: Path, base: Path, out: Path) -> str:
 
 
 def layout_of(policy: Policy) -> Layout:
-    """What Megatron's tensors are divided into. Raises CheckpointError for a family whose names it is not known for."""
+    """Layout of Megatron's tensors. Raises CheckpointError for a family whose layout is unknown."""
     family = policy.family
     if not family.megatron:
         raise CheckpointError(f"the names of {family.title} in Megatron-core are not known here; convert it there")
@@ -69,7 +69,7 @@ def layout_of(policy: Policy) -> Layout:
 
 
 def _tower_names(family: Family) -> tuple[str, str] | None:
-    """How names of the tower begin in Megatron-Bridge and in transformers' modules."""
+    """Prefixes of the tower's names in Megatron-Bridge and in transformers' modules."""
     if family.vision is None:
         return None
     (root,) = family.vision.roots
@@ -77,7 +77,7 @@ def _tower_names(family: Family) -> tuple[str, str] | None:
 
 
 def renamed(tensors: Mapping[str, Tensor], policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """By the names of the modules. The checkpoint may have those of published files, and words before all of them."""
+    """Renames weights as in the modules. The checkpoint may have the names of published files, and a common prefix."""
     embedding = f"{policy.family.text}.embed_tokens.weight"
     published = "model.embed_tokens.weight"
     found = [name for name in tensors if name.endswith(published) or name.endswith(embedding)]
@@ -94,7 +94,7 @@ def renamed(tensors: Mapping[str, Tensor], policy: Policy) -> Iterator[tuple[str
 
 
 def _module(name: str, published: Sequence[tuple[str, str]]) -> str:
-    """The name of a weight in the modules, by how names begin in published files and here."""
+    """Name of a weight in the modules, by the prefixes of published files and of modules."""
     for there, here in published:
         if name.startswith(there):
             return name.replace(there, here, 1)
@@ -103,10 +103,10 @@ def _module(name: str, published: Sequence[tuple[str, str]]) -> str:
 
 @torch.no_grad()
 def fill(policy: Policy, weights: Iterable[tuple[str, Tensor]]) -> bool:
-    """Copies weights into a policy; whether its vision tower was left because none of its weights are there.
+    """Copies weights into a policy; returns whether its vision tower was left because none of its weights are there.
 
-    Raises CheckpointError for a weight that is missing, left over, or misshapen, and for a head that is not the
-    embedding where the two are one.
+    Raises CheckpointError for a weight that is missing, left over, or misshapen, and for a head that differs from the
+    embedding where they are tied.
     """
     here = policy.base.state_dict()
     own = dict(policy.base.named_parameters())

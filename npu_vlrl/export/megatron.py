@@ -1,12 +1,12 @@
-"""From Megatron-core's names and layouts of Qwen2, Qwen3 and their vision-language models to those of transformers.
+"""Converts Megatron-core's names and layouts of Qwen2, Qwen3 and their vision-language models to those of transformers.
 
     decoder.layers.N.self_attention.linear_qkv   q, k, v of the first group of heads, then those of the second, …
     decoder.layers.N.mlp.linear_fc1              gate over up; on each tensor-parallel rank, its rows of both
     linear_qkv, linear_fc1, word_embeddings, output_layer   rows are divided over tensor-parallel ranks
     linear_proj, linear_fc2                                 columns are
 
-Both of its layer specs are known (norms inside the linear layers, or beside them), layers by number or stacked, and the
-tower of Megatron-Bridge, which is that of transformers. Sources: `attention.py`, `mlp.py` and `gpt_layer_specs.py` of
+Both layer specs are supported (norms inside the linear layers, or beside them), layers by number or stacked, and the
+tower of Megatron-Bridge, which has transformers' layout. Sources: `attention.py`, `mlp.py` and `gpt_layer_specs.py` of
 megatron-core 0.16, whose own model a test compares with.
 """
 
@@ -44,29 +44,29 @@ ON_EACH = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What the names and shapes of the model in transformers are."""
+    """Names and shapes of the model in transformers."""
 
     text: str
-    """What names of its language model begin with."""
+    """Prefix of the names of the language model."""
     groups: int
-    """Heads of keys."""
+    """Number of key-value heads."""
     per_group: int
-    """Heads of queries for each of them."""
+    """Number of query heads for each key-value head."""
     width: int
-    """Of a head."""
+    """Width of a head."""
     vocabulary: int
-    """Rows of the embedding; Megatron pads them."""
+    """Number of rows of the embedding; Megatron pads them."""
     tower: tuple[str, str] | None = None
-    """How names of the vision tower begin there, behind what all names begin with, and here."""
+    """Prefixes of the vision tower's names, there behind the common prefix, and here."""
 
 
 def is_megatron(path: Path) -> bool:
-    """By the folders of ranks."""
+    """Whether a path is a Megatron checkpoint, by the folders of ranks."""
     return path.is_dir() and ((path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*")))
 
 
 def read_ranks(path: Path) -> list[list[Rank]]:
-    """By pipeline stage, then by tensor-parallel rank.
+    """Reads the weights of all ranks, by pipeline stage, then by tensor-parallel rank.
 
     `path` holds `mp_rank_TP` or `mp_rank_TP_PP`, or an iteration's folder that does. Raises CheckpointError.
     """
@@ -89,7 +89,7 @@ def read_ranks(path: Path) -> list[list[Rank]]:
 
 
 def converted(stages: Sequence[Sequence[Rank]], layout: Layout) -> Iterator[Named]:
-    """The weights by the names of transformers. Raises CheckpointError for a name or a shape that is not known."""
+    """Weights by the names of transformers. Raises CheckpointError for an unknown name or shape."""
     inner = _prefix(stages[0][0])
     outer = inner.removesuffix("language_model.")
     layers_before = 0
@@ -154,7 +154,7 @@ def _layer(name: str, rest: str, tensors: Sequence[Tensor], layout: Layout) -> I
 
 
 def _heads(name: str, fused: Tensor, layout: Layout) -> Iterator[Tensor]:
-    """[groups * (per_group + 2) * width, …] to queries, keys and values."""
+    """Splits [groups * (per_group + 2) * width, …] into queries, keys and values."""
     rows = layout.groups * (layout.per_group + 2) * layout.width
     if len(fused) != rows:
         raise CheckpointError(f"{name} has {len(fused)} rows, and the heads of the base model make {rows}")

@@ -1,4 +1,4 @@
-"""`npu-vlrl export` of a run, and of what it is at its end."""
+"""Exports a checkpoint of a run, for `npu-vlrl export` and at the end of a training."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from npu_vlrl.report.fingerprints import Inputs
 from npu_vlrl.report.lines import read_lines
 
 MARK = "npu_vlrl_export.json"
-"""In every folder that an export wrote, and may write again."""
+"""File in every folder that an export wrote, and may overwrite."""
 
 
 def export_run(run: Path, out: Path, checkpoint: str | None, adapter: bool) -> str:
-    """Writes a checkpoint of a run as a Hugging Face folder, and says what it was.
+    """Writes a checkpoint of a run as a Hugging Face folder, and returns a description.
 
     `checkpoint` is a number of steps or the path of a checkpoint; None takes the newest one. Memory: the model on the
     host, and one tensor.
 
-    Raises ConfigError for what is no run or no checkpoint, for another model than the run began with, and for no place
-    to write to; CheckpointError for a checkpoint of another model.
+    Raises ConfigError for a path that is no run or checkpoint, for another model than the run began with, and for an
+    unusable output folder; CheckpointError for a checkpoint of another model.
     """
     if (run / STATE).is_file():
         raise ConfigError(f"{run} is one checkpoint of a run; write `npu-vlrl export RUN --checkpoint {run}`")
@@ -59,8 +59,8 @@ def export_end(loaded: LoadedModel, config: Config, run: Path, summary: Mapping[
 
 
 def find_checkpoint(run: Path, wanted: str | None) -> Path:
-    """Raises ConfigError when there is none, or not the one that is wanted, and lists those that are there; and what
-    `latest` raises.
+    """Finds a checkpoint. Raises ConfigError when there is none, or not the requested one, and lists those that exist;
+    and what `latest` raises.
     """
     there = complete(run / "checkpoints")
     steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in there) or "none"
@@ -83,7 +83,7 @@ def find_checkpoint(run: Path, wanted: str | None) -> Path:
 
 
 def check_out(out: Path) -> None:
-    """Raises ConfigError for a place that holds something else than an earlier export."""
+    """Raises ConfigError for a folder that holds anything other than an earlier export."""
     if out.exists() and not (out / MARK).is_file() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"--out: {out} exists and is no earlier export; choose another folder, or remove it yourself")
     if not out.absolute().parent.is_dir():
@@ -91,7 +91,7 @@ def check_out(out: Path) -> None:
 
 
 def marked(**facts: Any) -> str:
-    """The content of MARK."""
+    """Content of MARK."""
     return json.dumps({"npu_vlrl": __version__, **facts}, indent=2) + "\n"
 
 
@@ -114,7 +114,7 @@ def _write(
 
 
 def weights_of(loaded: LoadedModel, adapter: bool) -> str:
-    """The dtype of the weights that are written, and of what they were made from."""
+    """Dtype of the written weights, and of those that they were made from."""
     policy = loaded.policy
     name, trained = _dtype(policy.dtype), _dtype(next(iter(policy.trainable().values())).dtype)
     if not adapter and policy.has_adapter:
@@ -128,5 +128,5 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Empty for a training that has not ended."""
+    """Reads a JSON file; empty for a training that has not ended."""
     return dict(json.loads(file.read_text())) if file.is_file() else {}

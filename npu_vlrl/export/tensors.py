@@ -1,6 +1,6 @@
-"""Tensors of other programs' files, read one at a time, and never by running what a file says.
+"""Reads tensors of other programs' files, one at a time, without running code from a file.
 
-Safetensors hold bytes and shapes. Of files of torch only those are read that `torch.load` takes with
+Safetensors hold bytes and shapes. Torch files are read only as far as `torch.load` accepts them with
 `weights_only=True`: it builds tensors and plain containers and refuses everything else.
 """
 
@@ -20,13 +20,13 @@ from npu_vlrl.learner.checkpoint import CheckpointError
 
 TORCH = (".pt", ".pth", ".bin")
 PARTS = "DCP_SHARDING_INFO"
-"""In the header of a file: where its parts stand in the whole tensors (torch's HuggingFaceStorageWriter)."""
+"""Entry in the header of a file: position of its parts in the whole tensors (torch's HuggingFaceStorageWriter)."""
 
 
 def read_tensors(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file, or of all safetensors of a folder, or of the one torch file in it.
+    """Reads the tensors of a file, or of all safetensors of a folder, or of the one torch file in it.
 
-    Raises CheckpointError for what cannot be read without running code, with the command that makes it readable.
+    Raises CheckpointError for a file that cannot be read without running code, with the command that makes it readable.
     """
     if path.is_dir():
         if (path / ".metadata").exists() or any(path.glob("*.distcp")):
@@ -55,7 +55,7 @@ class Pieces(Mapping[str, Tensor]):
     def __init__(self, files: Sequence[Path]) -> None:
         """Raises CheckpointError when a file is damaged."""
         self._parts: dict[str, list[tuple[list[int], Any]]] = {}
-        """Of each tensor: where a part begins, along each dimension, and the file that holds it."""
+        """Parts of each tensor: the beginning along each dimension, and the file."""
         for file in files:
             try:
                 opened = safe_open(file, "pt")
@@ -100,7 +100,7 @@ def _read_torch(file: Path) -> Any:
 
 
 def _flat(values: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested mappings, by the keys that lead to them."""
+    """Tensors in nested mappings, by the keys that lead to them."""
     for key, value in values.items() if isinstance(values, Mapping) else ():
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value

@@ -1,1 +1,1 @@
-"""Looks at what a training would read and play, before one is started."""
+"""Previews of a training: checks its data, and plays its environment, before it starts."""

@@ -1,4 +1,4 @@
-"""`npu-vlrl data check`: what a training would read, looked at before one is started. No weights are loaded."""
+"""Checks the data of a training before it starts, without loading weights: `npu-vlrl data check`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from npu_vlrl.types import DataError, Task
 from npu_vlrl.workflow.vision_multiturn import VisionMultiTurnAgenticWorkflow
 
 GENERATED = 100
-"""Tasks of a generator that are looked at; it makes them without end."""
+"""Number of tasks that are checked of a generator, which is endless."""
 
 SHOWN = 20
-"""Faults of a source that are printed."""
+"""Maximum number of a source's faults that are printed."""
 
 
 @dataclass
@@ -35,23 +35,23 @@ class Found:
 
     name: str
     allowed: float
-    """Share of rows that may be wrong."""
+    """Allowed share of bad rows."""
     usable: int = 0
     faults: dict[str, str] = field(default_factory=dict)
-    """What is wrong, by row or task."""
+    """Faults by row or task."""
     tokens: list[int] = field(default_factory=list)
-    """Of each usable task's prompt, its pictures included."""
-    pictures: list[int] = field(default_factory=list)
+    """Number of tokens of each usable task's prompt, its images included."""
+    images: list[int] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     ids: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
-    """Tasks whose system message `workflow.system_prompt` replaces."""
+    """Number of tasks whose system message `workflow.system_prompt` replaces."""
     unused: Counter[str] = field(default_factory=Counter)
-    """Rows with a column or field that no task is made of, by its name."""
+    """Number of rows with a column or field that no task uses, by its name."""
     unplayable: int = 0
-    """Tasks whose episodes would fail."""
+    """Number of tasks whose episodes would fail."""
     ends: str | None = None
-    """Where bad rows would end a run, in the order in which it reads them."""
+    """Row at which bad rows would end a run, in the order in which it reads them."""
 
     @property
     def rows(self) -> int:
@@ -68,7 +68,7 @@ class Found:
                 f"  prompt: {min(self.tokens)} to {max(self.tokens)} tokens, median {median(self.tokens):g}, of "
                 f"workflow.context_tokens={context_tokens}"
             )
-            yield f"  pictures in a prompt: {min(self.pictures)} to {max(self.pictures)}"
+            yield f"  images in a prompt: {min(self.images)} to {max(self.images)}"
             yield "  kinds: " + ", ".join(f"{kind} {count}" for kind, count in self.kinds.most_common())
         for where, reason in islice(self.faults.items(), SHOWN):
             yield f"  {reason if where in reason else f'{where}: {reason}'}"
@@ -91,7 +91,7 @@ class Found:
 def check(config: Config, limit: int | None = None) -> Iterator[Found]:
     """Reads the tasks of `data.train` and `data.eval`, the first `limit` of each, and renders their prompts.
 
-    Raises ConfigError or DataError for what no row can mend.
+    Raises ConfigError or DataError for a fault that is not in the rows.
     """
     with ExitStack() as cleanup:
         runner = cleanup.enter_context(asyncio.Runner())
@@ -126,7 +126,7 @@ def _tasks(tasks: TaskSource, source: SourceConfig, limit: int | None, found: Fo
 
 
 def _end(tasks: TaskSource, config: Config, key: str, found: Found) -> str | None:
-    """Where a run would end: bad rows that come together may end it, though their share of the file is allowed."""
+    """Row at which a run would end: bad rows in succession may end it, though their share of the file is allowed."""
     runs: dict[str, int | None] = {}
     if key == "data.train":
         runs["a training"] = tasks.ends_after(found.allowed)
@@ -143,7 +143,9 @@ def _end(tasks: TaskSource, config: Config, key: str, found: Found) -> str | Non
 
 
 async def _look(tasks: Iterator[Task], workflow: VisionMultiTurnAgenticWorkflow, judged: bool, found: Found) -> None:
-    """`judged`: an empty answer is judged, too, for a rule that reads more of a task than its gold answer."""
+    """Checks one task. `judged`: an empty answer is judged, too, for a rule that reads more of a task than its gold
+    answer.
+    """
     for number, task in enumerate(tasks):
         try:
             async with workflow.opened(task) as (environment, conversation):
@@ -161,5 +163,5 @@ async def _look(tasks: Iterator[Task], workflow: VisionMultiTurnAgenticWorkflow,
         found.replaced += workflow.config.system_prompt is not None and any(m.role == "system" for m in task.messages)
         found.usable += 1
         found.tokens.append(conversation.n_tokens)
-        found.pictures.append(sum(len(segment.images) for segment in conversation.context))
+        found.images.append(sum(len(segment.images) for segment in conversation.context))
         found.kinds[task.data_source] += 1

@@ -1,4 +1,4 @@
-"""`npu-vlrl play`: a person acts in an environment in place of the policy, and sees and earns what it would."""
+"""Lets a person act in an environment in the policy's place, with its observations and rewards: `npu-vlrl play`."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ HELP = "/solution shows how it is solved, /state the name of the state, /quit en
 
 
 def environment_config(name: str, options: Sequence[str], seed: int) -> Config:
-    """A configuration that has nothing but a game; `options` are words `key=value`, with values as in YAML.
+    """Configuration with nothing but a game; `options` are words `key=value`, with values as in YAML.
 
-    Raises ConfigError for a word of another form, and for an environment that takes more to configure.
+    Raises ConfigError for a word of another form, and for an environment that needs more settings.
     """
     if name == "visual_qa":
         raise ConfigError(
@@ -75,10 +75,10 @@ def environment_config(name: str, options: Sequence[str], seed: int) -> Config:
 
 
 def play(config: Config, number: int, images: Path | None, show: bool, max_turns: int | None) -> None:
-    """One episode: task `number` of `data.train`, from standard input to standard output.
+    """Plays one episode: task `number` of `data.train`, from standard input to standard output.
 
-    Each picture goes to a file in `images`, and with `show` to the terminal. `max_turns` None is no limit.
-    Raises ConfigError or DataError for what cannot be played.
+    Each image goes to a file in `images`, and with `show` to the terminal. `max_turns` None is no limit. Raises
+    ConfigError or DataError for a task that cannot be played.
     """
     screen = Screen(images, show)
     with ExitStack() as cleanup:
@@ -145,7 +145,9 @@ class _Episode:
         self._screen.line(f"reward {step.reward:g} ({_listed(terms)})")
 
     def _text(self, line: str) -> str:
-        """What a person writes for a game may be actions alone; they are put into the format, with empty thoughts."""
+        """Turn's text. For a game, a person may write actions alone; they are put into the format, with empty
+        thoughts.
+        """
         if not isinstance(self._environment, GameEnvironment) or "</" in line:
             return line
         answer_format = self._environment.format
@@ -159,11 +161,11 @@ class _Episode:
 
 
 class Screen:
-    """Standard output, and the files that pictures go to."""
+    """Standard output, and the files of images."""
 
     def __init__(self, images: Path | None, show: bool) -> None:
         self.turn = 0
-        """Number in the names of the files."""
+        """Number of the turn in the names of the files."""
         self._folder, self._show = images, show
         self._root = Path.cwd()  # before a game may change it
         self._written: Counter[int] = Counter()
@@ -175,19 +177,19 @@ class Screen:
         for message in messages:
             for part in message.parts:
                 if isinstance(part, Image):
-                    self._picture(part)
+                    self._image(part)
                 elif part.strip():
                     self.line(part.strip("\n"))
 
-    def _picture(self, image: Image) -> None:
+    def _image(self, image: Image) -> None:
         if self._show:
             print(half_blocks(image, *shutil.get_terminal_size()))
         width, height = image.size
         where = "" if self._folder is None else f": {self._write(image, self._folder)}"
-        self.line(f"(picture of {width}x{height} pixels{where})")
+        self.line(f"(image of {width}x{height} pixels{where})")
 
     def _write(self, image: Image, folder: Path) -> Path:
-        """`turn-000.png`, and `turn-000-1.png` for a second one in the same turn. Raises ConfigError."""
+        """Writes `turn-000.png`, and `turn-000-1.png` for a second image in the same turn. Raises ConfigError."""
         index = self._written[self.turn]
         self._written[self.turn] += 1
         file = folder / f"turn-{self.turn:03}{f'-{index}' if index else ''}.png"
@@ -200,9 +202,9 @@ class Screen:
 
 
 def half_blocks(image: Image, columns: int, lines: int) -> str:
-    """A picture for a terminal with 24-bit colours: each `▀` shows two pixels, one above the other.
+    """Renders an image for a terminal with 24-bit colours: each `▀` shows two pixels, one above the other.
 
-    It is made smaller, if necessary, to fit into columns x lines.
+    The image is reduced, if necessary, to fit into columns x lines.
     """
     width, height = image.size
     scale = min(1.0, columns / width, 2 * lines / height)
@@ -221,7 +223,7 @@ def _colour(rgb: Sequence[int]) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """What the person writes, until the end of input or Ctrl-C; empty lines do not count."""
+    """Lines that the person writes, until the end of input or Ctrl-C; empty lines are skipped."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while True:
@@ -237,7 +239,7 @@ def _lines() -> Iterator[str]:
 
 
 def _told_first(config: Config, opening: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
-    """As in an episode of the policy, whose chat template may tell of tools in other words."""
+    """First messages as the policy receives them, though a chat template may describe tools in other words."""
     if schemas:
         yield Message("system", (describe_tools(schemas),))
     system = config.workflow.system_prompt
@@ -247,14 +249,14 @@ def _told_first(config: Config, opening: Sequence[Message], schemas: Sequence[Ma
 
 
 def _turn(text: str, step: Step) -> Turn:
-    """What judges read of an earlier turn; there are no tokens."""
+    """Turn as judges read it; it has no tokens."""
     special = SpecialTokens(end_of_turn=(0,))
     action = Segment(SegmentKind.ACTION, (), special, stop_reason=StopReason.END_OF_TURN, reward=step.reward)
     return Turn((), action, text, step.verdict, step.tool_calls, step.tool_results)
 
 
 def _terms(step: Step) -> Mapping[str, float]:
-    """What a turn earned, by name; judges need not name their terms."""
+    """Rewards of a turn by name; judges need not name their terms."""
     if step.verdict is None:
         return {"tools": step.reward}
     return labelled_terms(step.verdict) or {"answer": step.reward}
@@ -265,13 +267,15 @@ def _listed(terms: Mapping[str, float]) -> str:
 
 
 def _form(config: Config) -> ToolForm:
-    """The form in which the configured model writes tool calls."""
+    """Form in which the configured model writes tool calls."""
     family = family_of_path(config.model.path)
     return HERMES if family is None else FORMS[family.chat.tool_calls]
 
 
 def _processor(config: Config, cleanup: ExitStack) -> ImageProcessor | None:
-    """Tools take positions in the pixels that the configured model sees; nothing else asks for it."""
+    """Image processor of the configured model, since tools take positions in the pixels that it sees; None without
+    tools.
+    """
     if not config.workflow.tools:
         return None
     scratch = Path(cleanup.enter_context(TemporaryDirectory()))

@@ -1,4 +1,4 @@
-"""Paths of a configuration from the root: a game runs in this process, and may change the working directory."""
+"""Makes the paths of a configuration absolute: a game runs in this process, and may change the working directory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from npu_vlrl.workflow.workers import is_spec
 
 
 def rooted(config: Config) -> Config:
-    """The configuration with relative paths begun at the working directory as it is now.
+    """Configuration with relative paths resolved against the current working directory.
 
-    Those are `run.dir`, `model.path`, paths of data, and functions of the user's files; other texts in options stay.
+    Paths are `run.dir`, `model.path`, paths of data, and functions of the user's files; other texts in options stay.
     """
     data, model = config.data, config.model
     tiny = model.path.startswith("tiny:")
@@ -40,7 +40,7 @@ def rooted(config: Config) -> Config:
 
 
 def _rooted(value: Any) -> Any:
-    """Specs of functions, wherever they are in a value."""
+    """Resolves specs of functions, wherever they are in a value."""
     if isinstance(value, dict):
         return {key: _rooted(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

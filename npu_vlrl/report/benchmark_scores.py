@@ -1,4 +1,4 @@
-"""Benchmarks' own scores, from the first judged answer to each task, in percent (MME: points)."""
+"""Official scores of benchmarks, from the first judged answer to each task, in percent (MME: points)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MME_COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_transla
 
 
 def official_scores(results: Sequence[TaskResult]) -> dict[str, dict[str, float]]:
-    """Scores by benchmark, then by name; of several answers to each task their mean."""
+    """Scores by benchmark, then by name; with several answers to each task, their mean."""
     found = {}
     for benchmark in sorted({result.benchmark for result in results if result.benchmark is not None}):
         members = [result for result in results if result.benchmark == benchmark]
@@ -31,7 +31,7 @@ def official_scores(results: Sequence[TaskResult]) -> dict[str, dict[str, float]
 
 
 def _accuracies(results: Sequence[TaskResult]) -> dict[str, float]:
-    """`accuracy` over all, of each category, and `average` of several categories (MMStar reports that one)."""
+    """`accuracy` over all tasks, of each category, and `average` of the categories (which MMStar reports)."""
     scores = {"accuracy": 100 * _mean([_accuracy(result) for result in results])}
     by_category = divided(results, _category)
     for category, members in by_category.items():
@@ -42,7 +42,7 @@ def _accuracies(results: Sequence[TaskResult]) -> dict[str, float]:
 
 
 def _mme(results: Sequence[TaskResult]) -> dict[str, float]:
-    """Points of each category: acc, the share of questions, and acc+, the share of pictures all of whose questions were
+    """Points of each category: acc, the share of questions, and acc+, the share of images all of whose questions were
     answered right, in percent each; `perception` and `cognition` are sums of their categories.
     """
     scores: dict[str, float] = {}
@@ -56,11 +56,11 @@ def _mme(results: Sequence[TaskResult]) -> dict[str, float]:
 
 
 def _both_right(results: Sequence[TaskResult]) -> float:
-    pictures: dict[str | None, list[TaskResult]] = {}
+    by_image: dict[str | None, list[TaskResult]] = {}
     for result in results:
-        pictures.setdefault(result.picture, []).append(result)
+        by_image.setdefault(result.picture, []).append(result)
     answers = range(len(results[0].answers))
-    return _mean([all(m.answers[i].first for m in members) for members in pictures.values() for i in answers])
+    return _mean([all(m.answers[i].first for m in members) for members in by_image.values() for i in answers])
 
 
 def _category(result: TaskResult) -> str | None:

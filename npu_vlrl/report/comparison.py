@@ -1,4 +1,4 @@
-"""Two finished evaluations of the same tasks, sample by sample, and the trajectories that changed."""
+"""Compares two finished evaluations of the same tasks, sample by sample, and collects the trajectories that changed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ Pair = tuple[TaskResult, TaskResult]
 def compare(first: Path, second: Path, out: Path) -> dict[str, Any]:
     """Compares the evaluation in the folder `first` with that in `second`, and makes `out` a run folder for the viewer.
 
-    It holds `comparison.json`, which is returned; the configuration of `first`; and the trajectories of both of each
-    task whose answers are right more or less often: in a group, `won/NUMBER/TASK` or `lost/…`, each with a `label`.
+    `out` holds `comparison.json`, which is returned; the configuration of `first`; and both evaluations' trajectories
+    of each task whose answers are right more or less often: in a group, `won/NUMBER/TASK` or `lost/…`, each with a
+    `label`.
 
     Raises ConfigError when one is not finished, when they differ in tasks or answers to each, or when `out` holds
-    anything but a comparison.
+    anything other than a comparison.
     """
     if out.exists() and not (out / FILE).is_file() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} exists and holds no comparison; choose another folder with --out")
@@ -59,7 +60,7 @@ def compare(first: Path, second: Path, out: Path) -> dict[str, Any]:
 
 
 def results(pairs: Sequence[Pair], seed: int) -> dict[str, Any]:
-    """How the first does against the second, over `all` tasks and over those of each name of each kind."""
+    """Compares the first evaluation with the second, over `all` tasks and over those of each name of each kind."""
     found: dict[str, Any] = {"all": _result(pairs, seed)}
     for kind, name_of in KINDS.items():
         names = divided(pairs, partial(_name, name_of))
@@ -72,9 +73,9 @@ def _name(name_of: Callable[[TaskResult], str | None], pair: Pair) -> str | None
 
 
 def _result(pairs: Sequence[Pair], seed: int) -> dict[str, Any]:
-    """For each measure: both means, the mean difference with a paired bootstrap interval over tasks, tasks that were
-    won, lost and stayed the same, and the exact p of McNemar's test, which with several answers to each task is the
-    sign test of won against lost ones.
+    """Result of each measure: both means, the mean difference with a paired bootstrap interval over tasks, tasks that
+    were won, lost and stayed the same, and the exact p of McNemar's test, which with several answers to each task is
+    the sign test of won against lost ones.
     """
     rows = np.array([[[side.measures()[m] for m in MEASURES] for side in pair] for pair in pairs])
     differences = rows[:, 0] - rows[:, 1]
@@ -96,7 +97,9 @@ def _result(pairs: Sequence[Pair], seed: int) -> dict[str, Any]:
 
 
 def changes(pairs: Sequence[Pair]) -> dict[int, str]:
-    """`won` or `lost` by the task's number: after retries, or in the first answer where retries make both the same."""
+    """Changed tasks by number, `won` or `lost`: after retries, or in the first answer where that makes no
+    difference.
+    """
     found = {}
     for index, (one, other) in enumerate(pairs):
         mine, yours = one.measures(), other.measures()
@@ -129,7 +132,7 @@ def _pairs(first: Path, second: Path, ones: Sequence[TaskResult], others: Sequen
 
 
 def _labels(first: Path, second: Path) -> tuple[str, str]:
-    """The names of the folders, where these differ."""
+    """Names of both folders, or their paths where the names are equal."""
     names = first.resolve().name, second.resolve().name
     return names if names[0] != names[1] else (str(first), str(second))
 
@@ -137,7 +140,7 @@ def _labels(first: Path, second: Path) -> tuple[str, str]:
 def _changed_records(
     pairs: Sequence[Pair], folders: Sequence[Path], labels: Sequence[str], changed: Mapping[int, str]
 ) -> Iterator[dict[str, Any]]:
-    """The records of changed tasks, those of both folders for a task together."""
+    """Yields the records of changed tasks, those of both folders for a task together."""
     found: dict[int, list[dict[str, Any]]] = {index: [] for index in changed}
     for side, (folder, label) in enumerate(zip(folders, labels, strict=True)):
         for index, record in _records(folder, [pair[side] for pair in pairs]):
@@ -149,7 +152,7 @@ def _changed_records(
 
 
 def _records(folder: Path, results: Sequence[TaskResult]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each trajectory with the number of its task; they stand in the order of the tasks."""
+    """Yields each trajectory with the number of its task, in the order of the tasks."""
     numbers = [index for index, result in enumerate(results) for _ in result.answers]
     try:
         with (folder / "trajectories.jsonl").open("rb") as lines:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a dashboard at the bottom of a terminal, plain lines in a log file."""
+"""Console output of a run: a dashboard at the bottom of a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class ConsoleReport:
             self._live.stop()
 
     def line(self, text: str) -> None:
-        """Plain text: markup in it has no effect, and control characters are spelt out."""
+        """Prints plain text: markup in it has no effect, and control characters are escaped."""
         self.console.print(Text(printable(text)))
 
     def trouble(self, text: str) -> None:
-        """Something that does not end the run, and that a person should know."""
+        """Prints a warning that a person should see; the run continues."""
         self._dashboard.trouble(printable(text).replace("\n", " "))
         self.line(text)
 
     def step(self, step: int, metrics: Mapping[str, float], trajectory: Trajectory | None = None) -> None:
-        """After each step, numbered from 0 as in all records; `trajectory` is one of it, where any was played."""
+        """Reports a finished step, numbered from 0 as in all records; `trajectory` is one of that step, if any."""
         done = step + 1
         self._dashboard.step(step, metrics, trajectory)
         if self._live is None and done % self._log_every == 0:
@@ -58,7 +58,7 @@ class ConsoleReport:
             self.line(f"step {step} ({done}/{self._steps})  " + "  ".join(notes))
 
     def trajectory(self, trajectory: Trajectory) -> None:
-        """One episode, readable: who said what, and what it earned."""
+        """Prints one episode for people: roles, texts and rewards."""
         answer = trajectory.task.answer
         right = "" if answer is None else f", right answer {answer!r}"
         lines = [f"trajectory {trajectory.id}: {trajectory.status.value}{right}"]
@@ -81,7 +81,7 @@ class ConsoleReport:
         self.line("\n".join(lines))
 
     def summary(self, evaluations: Mapping[str, Mapping[str, float]], folder: Path) -> None:
-        """What the run achieved, and where everything is."""
+        """Prints the results of the run, and the paths of its files."""
         table = Table(title="before and after")
         names = list(evaluations)
         for column in ("", *names):
@@ -93,7 +93,7 @@ class ConsoleReport:
         self.line(f"run folder: {folder.resolve()}")
 
     def evaluation(self, name: str, results: Mapping[str, Mapping[str, float]]) -> None:
-        """One row for each data source, and one for all of them."""
+        """Prints one row for each data source, and one for all of them."""
         self._dashboard.evaluation(name, results["all"])
         table = Table(title=f"evaluation: {name}")
         # a table of 80 columns has no room for what is mostly 0
@@ -107,9 +107,9 @@ class ConsoleReport:
 
 
 class _MayGoAway:
-    """Standard output for as long as there is one: a run does not end with the terminal or the pipe that shows it.
+    """Standard output that may disappear: a run does not end with the terminal or the pipe that shows it.
 
-    What its encoding lacks is spelt out.
+    Characters that its encoding lacks are escaped.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -132,7 +132,7 @@ class _MayGoAway:
             self._go_away()
 
     def _go_away(self) -> int:
-        """What is still to be written goes nowhere; Python would fail on it at its end."""
+        """Redirects pending output to the null device; Python would fail on it at its exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._file.fileno())
         os.close(nowhere)
@@ -140,8 +140,8 @@ class _MayGoAway:
 
 
 def printable(text: str) -> str:
-    """`text` with everything but printable characters and newlines escaped: names and messages may come from data, and
-    a control character would act on the terminal.
+    """Escapes everything but printable characters and newlines in `text`: names and messages may come from data, and a
+    control character would act on the terminal.
     """
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 

@@ -1,4 +1,4 @@
-"""Metrics that count up over a whole training, also where it was stopped and resumed."""
+"""Metrics that count over a whole training, also across stops and resumes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from npu_vlrl.model.vision import VisionFeatures
 
 
 class Counters:
-    """Work of the engines and the learner since the end of the warm start, by the names of its metrics."""
+    """Counters of engines and learner since the end of the warm start, by the names of the metrics."""
 
     def __init__(self, engine: RoundEngine, vision: VisionFeatures) -> None:
         self._engine = engine
         self._vision = vision
         self._before: dict[str, float] = {}
-        """Counted by the processes before this one, less what the warm start of this one counted."""
+        """Counts of the processes before this one, less the counts of this one's warm start."""
 
     def begin(self, learner: LearnerGroup, before: Mapping[str, float]) -> None:
-        """Goes on with what was counted `before`, of which a new run has nothing."""
+        """Continues from the counts `before`, which a new run has none of."""
         self._before = {name: before.get(name, 0) - count for name, count in self._here(learner).items()}
 
     def values(self, learner: LearnerGroup) -> dict[str, float]:
         return {name: count + self._before.get(name, 0) for name, count in self._here(learner).items()}
 
     def _here(self, learner: LearnerGroup) -> dict[str, float]:
-        """Counted by this process."""
+        """Counts of this process."""
         counts, vision = self._engine.counts, self._vision
         return {
             "engine/tokens_requested": counts.tokens_requested,

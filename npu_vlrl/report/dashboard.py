@@ -1,6 +1,6 @@
-"""What stands at the bottom of a terminal while a training goes on: where it is, how it goes, what went wrong.
+"""Dashboard at the bottom of a terminal during a training: progress, metrics and warnings.
 
-It is drawn again twice a second by a thread of its own, from values that the training leaves here; the training never
+It is drawn again twice a second by a thread of its own, from values that the training sets here; the training never
 waits for it. It takes as many lines and columns as there are, and cuts the rest.
 """
 
@@ -17,12 +17,12 @@ from npu_vlrl.types import Trajectory
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN = "_.:-=+*#"
-"""The same for a terminal that shows nothing but ASCII."""
+"""Blocks for a terminal that shows only ASCII."""
 _LABEL = 12
 _SPARK = 30
 _BAR = 24
 _RECENT = 20
-"""Steps whose mean tells how long the rest will take."""
+"""Number of steps whose mean duration gives the remaining time."""
 
 TRENDS = (("reward", "reward"), ("accuracy", "first_try_accuracy"), ("solved", "solved"))
 TOLD = (
@@ -58,7 +58,7 @@ TOLD = (
 
 
 class Dashboard:
-    """Rich draws it. Its values are replaced or appended as a whole, so a drawing thread sees no half of one."""
+    """Dashboard drawn by rich. Values are replaced or appended as a whole, so its thread sees no partial state."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -126,7 +126,7 @@ class Dashboard:
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str) -> str:
-    """The values from the lowest to the highest block; neighbours share a place where there are more than `width`."""
+    """Draws values from the lowest to the highest block; neighbours share a place where there are more than `width`."""
     size = len(values)
     places = min(width, size)
     edges = [number * size // places for number in range(places + 1)]
@@ -138,7 +138,7 @@ def sparkline(values: Sequence[float], width: int, blocks: str) -> str:
 
 
 def outcome_line(trajectory: Trajectory) -> str:
-    """How an episode ended, in a line: `solved after 2 turns, reward 1.3: '…', right answer 'left'`."""
+    """One line about an episode: `solved after 2 turns, reward 1.3: '…', right answer 'left'`."""
     turns = len(trajectory.turns)
     text = f"{trajectory.status.value} after {turns} turn{'' if turns == 1 else 's'}"
     text += f", reward {sum(trajectory.turn_rewards):.3g}"
@@ -149,7 +149,7 @@ def outcome_line(trajectory: Trajectory) -> str:
 
 
 def _time_split(metrics: Mapping[str, float], plain: bool) -> Text:
-    """Where the time of a step went. Beside an asynchronous rollout, its part is what the learner waited for it."""
+    """Time of a step, split by phase. For an asynchronous rollout its part is the time that the learner waited."""
     total = max(metrics["seconds"], 1e-9)
     shares = [metrics.get(name, 0.0) / total for name in ("rollout_seconds", "update/seconds")]
     shares.append(max(0.0, 1 - sum(shares)))

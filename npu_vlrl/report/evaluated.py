@@ -1,4 +1,4 @@
-"""What an evaluation found: means with intervals by kind of task, and `evaluation.json`."""
+"""Result of an evaluation: means with intervals by kind of task, and `evaluation.json`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ KINDS: dict[str, Callable[[TaskResult], str | None]] = {
     "image_type": lambda result: result.image_type,
     "image_size": lambda result: result.image_size,
 }
-"""Ways to divide the tasks; None leaves a task out."""
+"""Groupings of the tasks; None leaves a task out."""
 
 
 def means(results: Sequence[TaskResult]) -> dict[str, float]:
-    """Means over the tasks that have a measure, and the number of tasks; of none, the number alone."""
+    """Means over the tasks that have a measure, and the number of tasks; without tasks, the number alone."""
     return {"tasks": len(results)} | {key: sum(values) / len(values) for key, values in _by_measure(results).items()}
 
 
@@ -37,13 +37,13 @@ def _by_measure(results: Sequence[TaskResult]) -> dict[str, list[float]]:
 
 
 def means_by_source(results: Sequence[TaskResult]) -> dict[str, dict[str, float]]:
-    """Means by data source, and of all tasks under `all`."""
+    """Means by data source, and over all tasks under `all`."""
     sources = divided(results, KINDS["data_source"]) | {"all": list(results)}
     return {source: means(members) for source, members in sources.items()}
 
 
 def with_intervals(results: Sequence[TaskResult], seed: int) -> dict[str, Any]:
-    """`{"tasks": n, measure: {"mean", "low", "high"}, …}` with 95 % intervals, by a bootstrap over tasks."""
+    """Means with 95 % intervals by a bootstrap over tasks: `{"tasks": n, measure: {"mean", "low", "high"}, …}`."""
     found: dict[str, Any] = {"tasks": len(results)}
     for key, values in _by_measure(results).items():
         ((low, high),) = bootstrap_intervals(np.array(values)[:, None], seed).tolist()
@@ -52,7 +52,7 @@ def with_intervals(results: Sequence[TaskResult], seed: int) -> dict[str, Any]:
 
 
 def summary(results: Sequence[TaskResult], seed: int) -> dict[str, Any]:
-    """Means with intervals of `all` tasks, and of those of each name of each of `KINDS`."""
+    """Means with intervals over `all` tasks, and over those of each name of each of `KINDS`."""
     found: dict[str, Any] = {"all": with_intervals(results, seed)}
     for kind, name_of in KINDS.items():
         names = divided(results, name_of)
@@ -63,7 +63,7 @@ def summary(results: Sequence[TaskResult], seed: int) -> dict[str, Any]:
 def write(
     folder: Path, settings: Mapping[str, Any], skipped: Sequence[str], results: Sequence[TaskResult]
 ) -> dict[str, Any]:
-    """Writes `evaluation.json`, and returns it. It holds no clock: the same evaluation gives the same bytes."""
+    """Writes `evaluation.json`, and returns its content. It holds no time: the same evaluation gives the same bytes."""
     values = {
         "settings": settings,
         "skipped": list(skipped),
@@ -76,7 +76,7 @@ def write(
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[TaskResult]]:
-    """All of `evaluation.json`, and its tasks. Raises ConfigError when the folder holds no finished evaluation."""
+    """Reads `evaluation.json`, and its tasks. Raises ConfigError when the folder holds no finished evaluation."""
     try:
         values = json.loads((folder / FILE).read_bytes())
         tasks = [TaskResult(**{**t, "answers": tuple(Answer(**a) for a in t["answers"])}) for t in values["tasks"]]

@@ -1,11 +1,11 @@
-"""Fingerprints of what a run reads besides its configuration, so that a resumed run goes on with the same.
+"""Fingerprints of a run's inputs besides its configuration, so that a resumed run continues with the same.
 
 `inputs.json` in the run folder holds the SHA-256 of each file: of the model folder, of the data, of the warm start, and
 of the user's rewards, tools, games and parts of the algorithm with the modules that they import. Every file is read as
 a whole, since its time and size say nothing about its content, several at a time; loading the model then finds its
 files in memory.
 
-Not seen are files that a user's function opens by itself, and pictures that rows name by a path.
+Files that a user's function opens by itself, and images that rows name by a path, are not covered.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 THREADS = 8
 
 Files = dict[str, Path]
-"""By the names under which they are told."""
+"""Files by the names under which messages mention them."""
 Digests = dict[str, str]
 
 
@@ -47,9 +47,9 @@ class _Record(TypedDict):
     """Content of `inputs.json`."""
 
     recorded: str
-    """When the run began."""
+    """Time at which the run began."""
     accepted: list[dict[str, JsonValue]]
-    """Changes of code that the run went on with."""
+    """Changes of code that the run accepted."""
     sha256: dict[str, Digests]
 
 
@@ -57,13 +57,13 @@ _RECORD = TypeAdapter(_Record)
 
 
 class Inputs:
-    """The inputs of a run, as they are and as they were when it began.
+    """Inputs of a run, as they are now and as they were when it began.
 
     Example: `inputs.check()` before anything is loaded, `inputs.record()` when the run folder is there.
     """
 
     def __init__(self, config: Config, absolute: Config, draws: bool = True) -> None:
-        """`absolute` is the same configuration, `rooted`. `draws`: tasks of `data.train` will be drawn."""
+        """`absolute` is the same configuration, `rooted`. `draws`: whether tasks of `data.train` will be drawn."""
         self._config, self._draws = absolute, draws
         self._code = {name: file.absolute() for name, file in code_files(config).items()}
         self._folder = Path(absolute.run.dir)
@@ -110,7 +110,7 @@ class Inputs:
         self._write(before["sha256"] | {WARM_START: digests(model_files(self._folder / WARM_START))})
 
     def _compare(self, section: str, was: Digests | None, now: Digests) -> None:
-        """Raises ConfigError for differences, but for those in code that the configuration accepts."""
+        """Raises ConfigError for differences, except those in code that the configuration accepts."""
         changes = {} if was is None else differences(was, now)
         if was is None or not changes:
             return
@@ -148,7 +148,7 @@ class Inputs:
         return found
 
     def _model(self) -> Files:
-        """Not inspected where it is a model folder still: that it has changed says more than that it does not fit."""
+        """Files of the model. An existing folder is not inspected here: "changed" is the better message."""
         folder = Path(self._config.model.path)
         if not (folder / "config.json").is_file():
             folder = model_folder(self._config.model.path, self._folder / "model", self._config.train.seed)
@@ -178,14 +178,14 @@ def _time() -> str:
 
 
 def digests(files: Files) -> Digests:
-    """The SHA-256 of each file, in hexadecimal; files that are not there are left out."""
+    """SHA-256 of each file, in hexadecimal; missing files are left out."""
     there = {name: file for name, file in files.items() if file.is_file()}
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(there, threads.map(sha256, there.values()), strict=True))
 
 
 def differences(before: Digests, now: Digests) -> dict[str, str]:
-    """Example: `differences({"a": "1", "b": "2"}, {"a": "3"}) == {"a": "changed", "b": "is gone"}`"""
+    """Changes by name: `differences({"a": "1", "b": "2"}, {"a": "3"}) == {"a": "changed", "b": "is gone"}`."""
     found = {}
     for name in sorted(before.keys() | now.keys()):
         if name not in now:
@@ -198,8 +198,8 @@ def differences(before: Digests, now: Digests) -> dict[str, str]:
 
 
 def data_files(path: Path) -> Files:
-    """A file, or all files of a folder, by names that do not tell where it is. Hidden ones are left out, such as the
-    notes of a downloader in `.cache`.
+    """A file, or all files of a folder, by names that are independent of its path. Hidden files are left out, such as
+    the notes of a downloader in `.cache`.
     """
     if path.is_dir():
         found = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
@@ -208,7 +208,7 @@ def data_files(path: Path) -> Files:
 
 
 def code_files(config: Config) -> Files:
-    """The user's own files that rewards, tools, environment, workflow and algorithm are made of."""
+    """Files of the user's own code: rewards, tools, environment, workflow and parts of the algorithm."""
     environment, algorithm = config.environment, config.algorithm
     settings: list[Any] = [config.reward.rule, config.reward.options, list(config.workflow.tools)]
     settings += [environment.name, environment.options, config.workflow.name, config.workflow.options]
@@ -239,7 +239,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _is_file(path: Path) -> bool:
-    """Any text of the options may be asked for, also one that is no name of a file."""
+    """Whether a text is the name of a file; texts of options may be anything."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -247,7 +247,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _imported(file: Path) -> set[str]:
-    """First words of the names of all modules that a file imports; none of a file that is no Python."""
+    """First parts of the names of all modules that a file imports; none for a file that is not Python."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # whoever imports it says more
@@ -262,7 +262,7 @@ def _imported(file: Path) -> set[str]:
 
 
 def _add_module(module: str, found: Files) -> list[Path]:
-    """Adds the files of a module that is neither Python's nor installed; returns those that were not known."""
+    """Adds the files of a module that is neither Python's nor installed; returns the new ones."""
     name = module.partition(".")[0]
     if not name or name == "npu_vlrl" or name in sys.stdlib_module_names:
         return []

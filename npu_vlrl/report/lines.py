@@ -1,4 +1,4 @@
-"""The JSON lines of a run folder, while a run may be writing them."""
+"""Reads the JSON lines of a run folder, also while a run is writing them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from npu_vlrl.config import ConfigError
 
 
 def read_lines(file: Path, read: Callable[[bytes], dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
-    """The records of a file of JSON lines; none where there is no file. A last line that was cut is left out.
+    """Reads the records of a file of JSON lines; none without a file. An incomplete last line is left out.
 
-    `read` makes a record of a line, and raises ValueError for a line that is none; by default any object is one.
+    `read` makes a record of a line, and raises ValueError for an invalid line; by default any object is a record.
     """
     if not file.is_file():
         return

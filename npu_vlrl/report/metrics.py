@@ -1,4 +1,4 @@
-"""Numbers that describe the rollouts of a step."""
+"""Metrics of the rollouts of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Trajectory, Turn
 from npu_vlrl.workflow.export import outcome
 
 FIRST_TURNS = 8
-"""Turns whose lengths are told one by one: an episode of a game may have a hundred."""
+"""Number of turns whose lengths are reported separately: an episode of a game may have a hundred."""
 
 
 def rollout_metrics(
@@ -22,10 +22,10 @@ def rollout_metrics(
     """Means over trajectories, also of those groups that are not trained on, over turns, or over the samples that are;
     shares are in 0..1, lengths in tokens. `reward` is that of an episode, as in evaluations.
 
-    What would be a mean or share of nothing is left out: `judge_failed` where no turn was judged, `action_tokens/turnK`
-    where no trajectory has a K-th turn. `judge_disagreement` is the share of the answers that a checker of weight 0
-    judged, where one found otherwise than the term that decides; `judge_checks_failed` that of the answers on which a
-    checker failed.
+    A mean or share of no values is left out: `judge_failed` where no turn was judged, `action_tokens/turnK` where no
+    trajectory has a K-th turn. `judge_disagreement` is the share of the answers that a checker of weight 0 judged,
+    where one found otherwise than the term that decides; `judge_checks_failed` that of the answers on which a checker
+    failed.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     rewards = np.array([outcome(t, workflow.reward_mode, workflow.turn_discount) for t in trajectories])
@@ -56,7 +56,7 @@ def rollout_metrics(
 
 
 def _second_checks(turns: Sequence[Turn]) -> dict[str, float]:
-    """How terms of weight 0 compare with the one that decides; nothing where there are none."""
+    """Compares terms of weight 0 with the one that decides; empty where there are none."""
     verdicts = [turn.verdict for turn in turns if turn.verdict is not None and turn.verdict.checks]
     found = [found for verdict in verdicts if (found := disagrees(verdict)) is not None]
     failed = [any(isinstance(check, str) for check in verdict.checks.values()) for verdict in verdicts]
@@ -67,7 +67,7 @@ def _second_checks(turns: Sequence[Turn]) -> dict[str, float]:
 
 
 def throughput(trajectories: Sequence[Trajectory], seconds: float) -> Mapping[str, float]:
-    """What a whole step of `seconds` brought: sampled tokens and trajectories of its groups for each second."""
+    """Throughput of a whole step of `seconds`: sampled tokens and trajectories of its groups per second."""
     tokens = sum(len(turn.action) for trajectory in trajectories for turn in trajectory.turns)
     return {"sampled_tokens_per_second": tokens / seconds, "trajectories_per_second": len(trajectories) / seconds}
 
@@ -81,6 +81,6 @@ def _lengths_by_turn(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _mean(name: str, values: Iterable[float]) -> dict[str, float]:
-    """The metric, or nothing where there is no value."""
+    """The mean as a metric; empty without values."""
     found = list(values)
     return {name: float(sum(found) / len(found))} if found else {}

@@ -24,7 +24,7 @@ PER_TOKEN = ("logprobs", "weight_versions", "advantages", "learner_logprobs", "e
 class ImageRecord(TypedDict):
     hash: str
     grid: Annotated[list[Patches], Len(3, 3)]
-    """Patches: time, rows, columns."""
+    """Number of patches: time, rows, columns."""
 
 
 class SegmentRecord(TypedDict):
@@ -64,7 +64,7 @@ class CallRecord(TypedDict):
 class ResultRecord(TypedDict):
     text: str
     images: NotRequired[list[str]]
-    """Hashes."""
+    """Hashes of the images."""
     error: NotRequired[bool]
 
 
@@ -103,7 +103,7 @@ _SCHEMA = TypeAdapter(TrajectoryRecord)
 
 
 def read_record(line: bytes) -> dict[str, Any]:
-    """The `TrajectoryRecord` that a line holds. Raises ValueError, which says what is wrong, for any other line."""
+    """Parses a line as `TrajectoryRecord`. Raises ValueError, with the fault, for any other line."""
     try:
         record: dict[str, Any] = dict(_SCHEMA.validate_python(_DECODER.decode(line.decode()), strict=True))
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Trajectories as they were: what `run_folder.py` wrote, read back."""
+"""Reads trajectories back that `run_folder.py` wrote."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from npu_vlrl.types import (
 )
 
 TRAINED = re.compile(r"(step\d+\.\d+|task\d+)/")
-"""How the names of groups begin that were played to learn from; those of evaluations begin otherwise."""
+"""Pattern of the names of groups that were played for training; those of evaluations begin otherwise."""
 
 
 class Recorded:
-    """The records of a run folder. Raises DataError when it has none."""
+    """Records of a run folder. Raises DataError when it has none."""
 
     def __init__(self, run: Path, special: SpecialTokens, merge_size: int) -> None:
-        self._file, self._pictures = run / "trajectories.jsonl", run / "images"
+        self._file, self._image_folder = run / "trajectories.jsonl", run / "images"
         self._special, self._merged = special, merge_size**2
         self._images: dict[str, Image] = {}
         if not self._file.is_file():
@@ -46,7 +46,7 @@ class Recorded:
             )
 
     def steps(self) -> Iterator[tuple[int, list[list[Trajectory]]]]:
-        """The groups of each step that were played to learn from, in the order in which they were played.
+        """Groups of each step that were played for training, in the order in which they were played.
 
         Raises DataError for a line that is no record of a trajectory, or whose tokens are not those of this model.
         """
@@ -123,10 +123,10 @@ class Recorded:
 
     def _image(self, name: str) -> Image:
         if name not in self._images:
-            with PillowImage.open(self._pictures / f"{name}.png") as picture:
-                image = Image(np.asarray(picture.convert("RGB")).copy())
+            with PillowImage.open(self._image_folder / f"{name}.png") as file:
+                image = Image(np.asarray(file.convert("RGB")).copy())
             if image.hash != name:
-                raise ValueError(f"images/{name}.png is not the picture that was recorded; restore it")
+                raise ValueError(f"images/{name}.png is not the image that was recorded; restore it")
             self._images[name] = image
         return self._images[name]
 

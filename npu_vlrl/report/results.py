@@ -1,4 +1,4 @@
-"""How each task of an evaluation was answered, from the records of its episodes."""
+"""Results of an evaluation: the answers to each task, from the records of its episodes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SIDES = (0, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Answer:
-    """One episode, as far as an evaluation counts it. A failed one is not solved."""
+    """One episode in the numbers of an evaluation. A failed one is not solved."""
 
     first: bool
-    """The first judged answer was right."""
+    """Whether the first judged answer was right."""
     solved: bool
-    """After retries."""
+    """Whether the episode was solved, retries included."""
     reward: float
-    """What training would count for the episode."""
+    """Reward that training would count for the episode."""
     turns: int
     failed: bool
     judge_failed: float | None = None
@@ -47,23 +47,23 @@ class TaskResult:
 
     task: str
     fingerprint: str
-    """Of all that the model is asked and judged by; see `fingerprint`."""
+    """Fingerprint of everything that the model is asked and judged by; see `fingerprint`."""
     data_source: str
     benchmark: str | None
-    """`extra_info.benchmark`, which our adapters write."""
+    """Value of `extra_info.benchmark`, which our adapters write."""
     category: str | None
-    """`extra_info.category`"""
+    """Value of `extra_info.category`."""
     image_type: str
-    """`extra_info.image_type`; else the data source, or `no image` where the model saw none."""
+    """Value of `extra_info.image_type`; else the data source, or `no image` where the model saw none."""
     image_pixels: int
-    """Of all pictures before the first answer, as the model saw them."""
+    """Pixels of all images before the first answer, as the model saw them."""
     picture: str | None
-    """`extra_info.picture`: tasks about the same one belong together (MME)."""
+    """Value of `extra_info.picture`: tasks about the same image belong together (MME)."""
     answers: tuple[Answer, ...]
 
     @property
     def image_size(self) -> str:
-        """Example: `256² to 512² pixels`"""
+        """Class of the image size, e.g. `256² to 512² pixels`."""
         if not self.image_pixels:
             return "no image"
         low = max(side for side in SIDES if self.image_pixels >= side**2)
@@ -72,7 +72,7 @@ class TaskResult:
 
     def measures(self) -> dict[str, float]:
         """Means over the answers, and with several of them `avg@n` and `pass@k` of solved episodes. `judge_failed` is
-        over those with a judged turn, and left out where there is none.
+        over the answers with a judged turn, and left out where there is none.
         """
         n = len(self.answers)
         found = {
@@ -95,7 +95,7 @@ class TaskResult:
 
 
 def answer_of(record: Mapping[str, Any], mode: RewardMode, discount: float) -> Answer:
-    """From a line of `trajectories.jsonl`."""
+    """Answer of a line of `trajectories.jsonl`."""
     turns = record["turns"]
     rewards = [turn["action"]["reward"] for turn in turns]
     verdicts = [turn["verdict"] and turn["verdict"]["reward"] for turn in turns]
@@ -116,7 +116,7 @@ def answer_of(record: Mapping[str, Any], mode: RewardMode, discount: float) -> A
 def task_result(
     task: Task, records: Sequence[Mapping[str, Any]], mode: RewardMode, discount: float, patch_size: int
 ) -> TaskResult:
-    """Of a task and the records of its answers; `patch_size` is the side of an image patch in pixels."""
+    """Result of a task from the records of its answers; `patch_size` is the side of an image patch in pixels."""
     pixels = next((_pixels(r, patch_size) for r in records if r["turns"]), 0)
     extra = {key: value for key, value in task.extra.items() if isinstance(value, str)}
     return TaskResult(
@@ -133,7 +133,7 @@ def task_result(
 
 
 def fingerprint(task: Task) -> str:
-    """Equal for tasks that ask the same, with the same pictures, answer and extra information."""
+    """Digest that is equal for tasks with the same question, images, answer and extra information."""
 
     def plain(value: Any) -> str:
         return value.hash if isinstance(value, Image) else repr(value)
@@ -150,7 +150,7 @@ def _pixels(record: Mapping[str, Any], patch_size: int) -> int:
 
 
 def divided(items: Sequence[Item], name_of: Callable[[Item], str | None]) -> dict[str, list[Item]]:
-    """The items of each name, in the order of names, in which numbers count as such; None leaves an item out."""
+    """Items of each name, in the order of names, in which numbers are sorted as numbers; None leaves an item out."""
     found: dict[str, list[Item]] = {}
     for item in items:
         if (name := name_of(item)) is not None:

@@ -1,4 +1,4 @@
-"""The folder of a run: what was configured, measured and seen, as JSON lines that any tool can read."""
+"""Folder of a run: its configuration, metrics and trajectories, as JSON lines that any tool can read."""
 
 from __future__ import annotations
 
@@ -38,35 +38,34 @@ FREE: Any = {
     "optim": {"micro_batch_tokens", "logprob_chunk"},
     "evaluation": {"every"},
 }
-"""What may be another when a run goes on: where it writes, how its work is shared out, what memory it takes and what
-ends it. Data are known by what is in them."""
+"""Keys that a resumed run may change: output, distribution, memory and length. Data are compared by content."""
 
 
 LINES = ("metrics.jsonl", "trajectories.jsonl")
 
 LOCK = "lock"
-"""Held by the process that writes in the folder; its number and machine are in it."""
+"""Lock file of the process that writes in the folder; it holds its number and machine."""
 
 BEFORE = {"model", WEIGHTS, "sinks.json", "tensorboard", "wandb", "swanlab", LOCK}
-"""What may be in a folder before it is a run's: its model is made, and its sinks begin, before all else is ready."""
+"""Files that may exist before a folder is a run's: the model is made, and sinks begin, before all else is ready."""
 
 
 class RunFolder:
-    """Looks at `run.dir` and writes nothing before `begin`.
+    """Folder of a run. The constructor inspects `run.dir` and writes nothing before `begin`.
 
     Raises ConfigError when it exists and `run.if_exists` is `raise`, when a resumed run was configured differently in
-    what is not `FREE`, or when another process is at it.
+    what is not `FREE`, or when another process uses it.
     """
 
     def __init__(self, config: Config, cleanup: ExitStack | None = None) -> None:
-        """No other process may have the folder until `cleanup`."""
+        """Locks the folder: no other process may have it until `cleanup`."""
         self.path = Path(config.run.dir).absolute()
         self._config = config
         self._cleanup = cleanup
         self.format: Format | None = None
-        """The form of the turns of a game, once it is known: records say what is in its parts."""
+        """Format of the turns of a game, once it is known, by which records split them."""
         self.before: Config | None = None
-        """The configuration of a run that is resumed, as it was."""
+        """Original configuration of a resumed run."""
         in_the_way = os.path.exists(self.path) and not os.path.isdir(self.path)
         if not in_the_way and (problem := unwritable(self.path)):
             what = "written in" if os.path.isdir(self.path) else "made"
@@ -80,7 +79,7 @@ class RunFolder:
             raise ConfigError(f"run.dir: {self.path} exists and is not a run folder; choose another with run.dir=…")
 
     def begin(self) -> None:
-        """Makes the folder a run's. Called once all else is ready: what was refused leaves no run behind."""
+        """Makes the folder a run's. Called once everything else is ready, so that a refused run leaves none behind."""
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.resumed:
             self._lock()
@@ -92,7 +91,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def rewind(self, step: int) -> None:
-        """Drops what was recorded at `step` or later, before the run repeats it, and a line that was cut by a crash.
+        """Drops the records of `step` and later, before the run repeats it, and an incomplete line after a crash.
 
         Raises ConfigError for a damaged line.
         """
@@ -114,7 +113,7 @@ class RunFolder:
         advantages: Mapping[str, Sequence[float]],
         values: TokenValues | None = None,
     ) -> None:
-        """Writes each trajectory with its tokens; pictures go to `images/HASH.png`, once each."""
+        """Writes each trajectory with its tokens; images go to `images/HASH.png`, once each."""
         own: dict[str, dict[str, Sequence[float]]] = {}
         for name, numbers in advantages.items():  # of a whole episode, or of one turn of it
             for episode in {name, name.rpartition("/")[0]}:
@@ -141,7 +140,7 @@ class RunFolder:
             write_whole(target, lambda partial: pil.save(partial, "PNG", compress_level=1))
 
     def _lock(self) -> None:
-        """For as long as this process lives; the system takes the lock from one that is killed."""
+        """Locks the folder for as long as this process lives; the system releases the lock of a killed process."""
         if self._cleanup is None:
             return
         path = self.path / LOCK
@@ -161,7 +160,7 @@ class RunFolder:
             file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
 
     def _check_writable(self) -> None:
-        """Before steps are done that cannot be written down."""
+        """Raises ConfigError before steps are done whose records cannot be written."""
         for name in ("checkpoints", "images", *LINES, LOCK):
             path, is_file = self.path / name, name in (*LINES, LOCK)
             if not path.exists() and not path.is_symlink():
@@ -189,11 +188,11 @@ class RunFolder:
 
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
-"""How each line begins. A run may have recorded more than fits into memory, so no more of a line is looked at."""
+"""Pattern of the beginning of a line. A run may have recorded more than fits into memory, so the rest is not parsed."""
 
 
 def _size_before(step: int, lines: Iterable[bytes], file: Path) -> int:
-    """Bytes of the whole lines before those of `step`; lines stand in the order of steps. Raises ConfigError."""
+    """Bytes of the complete lines before those of `step`; lines are in the order of steps. Raises ConfigError."""
     size = 0
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):  # cut by a crash. Only \n ends a line; texts may hold U+2028
@@ -214,7 +213,7 @@ def trajectory_record(
     values: TokenValues | None = None,
 ) -> dict[str, Any]:
     """A trajectory as JSON values. `advantages` holds the mean advantage of each trained turn of its samples, by their
-    ids; `form` tells what the turns of a game say; `values` are added to the actions they are of.
+    ids; `form` reads the turns of a game; `values` are added to the actions that they belong to.
     """
     return {
         "id": trajectory.id,
@@ -275,7 +274,7 @@ def _segment_record(segment: Segment) -> dict[str, Any]:
 
 
 def _images(trajectory: Trajectory) -> set[Image]:
-    """All that the records name: what the model saw, and what a tool made that no turn came to see."""
+    """All images that the records name: those that the model saw, and those of tools that no turn came to see."""
     seen = {i.image for turn in trajectory.turns for segment in turn.context for i in segment.images}
     return seen | {i for turn in trajectory.turns for result in turn.tool_results for i in result.images}
 

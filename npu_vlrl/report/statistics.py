@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 RESAMPLES = 2000
-"""Of a bootstrap; an end of a 95 % interval is then known to about 0.3 % of the samples."""
+"""Number of resamples of a bootstrap; an end of a 95 % interval is then known to about 0.3 % of the samples."""
 
 AT_ONCE = 2**20
-"""Numbers drawn at once: 8 MiB."""
+"""Number of random numbers drawn at once: 8 MiB."""
 
 
 def pass_at_k(right: int, answers: int, k: int) -> float:
@@ -25,14 +25,14 @@ def pass_at_k(right: int, answers: int, k: int) -> float:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, … up to `most`."""
+    """Powers of two: 1, 2, 4, … up to `most`."""
     return [2**n for n in range(most.bit_length())]
 
 
 def bootstrap_intervals(values: np.ndarray, seed: int, level: float = 0.95) -> np.ndarray:
     """Percentile bootstrap intervals of column means, float64 [columns, 2].
 
-    `values`, float64 [tasks, columns], holds one number of each kind a task. Tasks are drawn again, never answers: the
+    `values`, float64 [tasks, columns], holds one number of each kind a task. Tasks are resampled, never answers: the
     answers of a task depend on each other. All columns are resampled together, so the order of columns changes nothing.
     Raises ValueError when there is no task.
     """
@@ -47,7 +47,8 @@ def bootstrap_intervals(values: np.ndarray, seed: int, level: float = 0.95) -> n
 
 
 def mcnemar_exact(won: int, lost: int) -> float:
-    """Two-sided p of McNemar's exact test: of won + lost changes, as likely either way, this split or a rarer one.
+    """Two-sided p of McNemar's exact test: the probability of this or a rarer split of won + lost equally likely
+    changes.
 
     No change at all gives 1.
     """

@@ -14,7 +14,7 @@ from npu_vlrl.report.console import printable
 
 
 def evaluation(values: Mapping[str, Any]) -> list[Table]:
-    """One row for each kind of task, from the values of `evaluation.json`; and benchmarks' own scores."""
+    """Table of one row for each kind of task, from the values of `evaluation.json`; and official scores."""
     most = [key for key in values["results"]["all"] if key.startswith("pass@")][-1:]
     table = _table(
         f"evaluation, answers to each task: {values['settings']['answers']}",
@@ -30,7 +30,7 @@ def evaluation(values: Mapping[str, Any]) -> list[Table]:
 
 
 def comparison(values: Mapping[str, Any]) -> list[Table]:
-    """For each measure one row for each kind of task, from the values of `comparison.json`."""
+    """Table of one row for each measure and kind of task, from the values of `comparison.json`."""
     found = []
     for measure in MEASURES:
         title = f"{measure}: {values['labels'][0]} against {values['labels'][1]}"
@@ -60,7 +60,7 @@ def _scores(benchmarks: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def _rows(results: Mapping[str, Any]) -> Iterator[tuple[Text, Mapping[str, Any]]]:
-    """All tasks, and the names of each kind that has more than one: a single one says the same as all."""
+    """Rows of all tasks, and of the names of each kind that has more than one: a single one equals all tasks."""
     yield Text("all"), results["all"]
     for kind, names in results.items():
         if kind != "all" and len(names) > 1:

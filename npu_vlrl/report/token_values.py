@@ -1,4 +1,4 @@
-"""What learning made of each sampled token, in the form in which it is recorded."""
+"""Values of each sampled token after learning, in the form in which they are recorded."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from npu_vlrl.types import Sample
 
 TokenValues = Mapping[tuple[str, int], Mapping[str, Sequence[float | None]]]
-"""By trajectory and turn: a number for each token of its action under each name, None where it is not finite."""
+"""Values by trajectory and turn: a number for each token of its action under each name, None where it is not finite."""
 
 DIGITS = 6
-"""Decimals that are written, as of the engine's log-probabilities."""
+"""Number of recorded decimals, as of the engine's log-probabilities."""
 
 
 def token_values(samples: Sequence[Sample], noted: Mapping[str, np.ndarray]) -> TokenValues:
-    """`advantages` as the estimator set them; and where the learner `noted` them, `learner_logprobs` and `entropy`, in
-    nats. `noted` holds float32 [2, N] by sample.
+    """Values of each token: `advantages` as the estimator set them; and where the learner `noted` them,
+    `learner_logprobs` and `entropy`, in nats. `noted` holds float32 [2, N] by sample.
     """
     found = {}
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Messages about what goes wrong in a training, each told once."""
+"""Warnings about problems in a training, each reported once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from npu_vlrl.workflow.export import pays_for_failing
 
 
 class Troubles:
-    """Remembers what it has told."""
+    """Remembers the reported warnings."""
 
     def __init__(self, workflow: WorkflowConfig, tasks: TaskSource, wrong_replies: Callable[[], int]) -> None:
-        """`wrong_replies`: those of all judges and tools, so far."""
+        """`wrong_replies`: function that counts those of all judges and tools, so far."""
         self._workflow = workflow
         self._tasks = tasks
         self._wrong_replies = wrong_replies
@@ -23,16 +23,16 @@ class Troubles:
         self._told_that_failing_pays = False
 
     def told_before(self, learner: LearnerGroup) -> None:
-        """Counts what a resumed run has skipped so far as told."""
+        """Counts rows that a resumed run has already skipped as reported."""
         self._told_records, self._told_updates = len(self._tasks.skipped), len(learner.skipped)
 
     def new_wrong_replies(self) -> int:
-        """Since the last call."""
+        """Number of wrong replies since the last call."""
         before, self._told_replies = self._told_replies, self._wrong_replies()
         return self._told_replies - before
 
     def of_step(self, rollout: Rollout, learner: LearnerGroup) -> Iterator[str]:
-        """What went wrong since the last call, but for wrong replies."""
+        """Warnings since the last call, except wrong replies."""
         yield from rollout.errors
         yield from rollout.judgements.messages()
         verdicts = ((t.id, turn.verdict) for t in rollout.trajectories for turn in t.turns if turn.verdict is not None)
@@ -44,7 +44,7 @@ class Troubles:
         self.told_before(learner)
 
     def failing_pays(self, lowest: float, whose: str) -> Iterator[str]:
-        """Says that longer failures earn more, where the verdicts of a judge may be as low as `lowest`."""
+        """Warning that longer failures earn more, where a judge's verdicts may be as low as `lowest`."""
         mode, gamma = self._workflow.reward_mode, self._workflow.turn_discount
         if pays_for_failing(mode, gamma, lowest) and not self._told_that_failing_pays:
             self._told_that_failing_pays = True
@@ -56,7 +56,7 @@ class Troubles:
 
 
 def wrong_replies_message(replies: int) -> list[str]:
-    """Nothing where there are none."""
+    """Message about wrong replies of workers; None without any."""
     if not replies:
         return []
     return [

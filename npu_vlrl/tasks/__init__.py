@@ -1,4 +1,4 @@
-"""Tasks: each has its data, reward, demonstrations and starting configuration in one module or folder.
+"""Tasks, each with its data, reward, demonstrations and starting configuration in one module or folder.
 
 `registry.py` enters their names. A module holds, by the table that names it:
 

@@ -1,4 +1,4 @@
-"""Where does an arrow point?"""
+"""Task `arrow`: name the direction in which a hidden arrow points."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["arrow_task", "demonstration", "generated"]
 
 
 def generated(config: Config, seed: int, unit: int) -> Callable[[int], Task]:
-    """The hidden picture is 2 x 2 image tokens, and the card is one."""
+    """Generator of arrow tasks. The hidden image is 2 x 2 image tokens, and the card is one."""
     return lambda index: arrow_task(seed, index, size=2 * unit, card=unit)
 
 
 def arrow_task(seed: int, index: int, size: int = 56, card: int = 28) -> Task:
-    """A dark arrow on a light ground, up to size/14 pixels off the centre. `size`, `card`: see `hidden_task`."""
+    """Makes a dark arrow on a light ground, up to size/14 pixels off the centre. `size`, `card`: see `hidden_task`."""
     rng = random.Random(f"arrow/{seed}/{index}")
     turns = rng.randrange(4)
     ground = tuple(rng.randint(190, 255) for _ in range(3))

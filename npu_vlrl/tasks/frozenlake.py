@@ -18,9 +18,9 @@ Lake = tuple[str, ...]
 """Rows of cells, written as gymnasium does: S start, F frozen, H hole, G goal."""
 
 ATTEMPTS = 1000
-"""Lakes that are tried for one seed."""
+"""Maximum number of lakes that are tried for one seed."""
 SMALLEST_TILE = 8
-"""Smaller figures cannot be told apart."""
+"""Smallest side of a tile in pixels; smaller figures are indistinguishable."""
 
 RULES = """\
 You cross a frozen lake. The picture shows it from above: light squares are ice, dark discs are holes, the green flag \
@@ -31,10 +31,10 @@ SLIPPERY = " The ice is slippery: one time in three you move as you want, else t
 
 
 class FrozenLake:
-    """See `environments.game.Game`. Terms of a move: `step`, `goal` and `hole`."""
+    """Game FrozenLake, see `environments.game.Game`. Terms of a move: `step`, `goal` and `hole`."""
 
     actions = ("Left", "Down", "Right", "Up")
-    """In gymnasium's order."""
+    """Names of the actions, in gymnasium's order."""
 
     def __init__(
         self, lake: Callable[[int], Lake], slippery: bool, rewards: tuple[float, float, float], tile: int
@@ -46,7 +46,7 @@ class FrozenLake:
         self._make, self._slippery, self._rewards, self._tile = lake, slippery, rewards, tile
 
     def start(self, seed: int) -> None:
-        """The seed also decides how the player slips. Raises DataError when it has no lake."""
+        """Starts a lake. The seed also determines how the player slips. Raises DataError when it has no lake."""
         self.lake = self._make(seed)
         self._env = FrozenLakeEnv(desc=list(self.lake), is_slippery=self._slippery)
         self._env.reset(seed=seed)
@@ -67,14 +67,14 @@ class FrozenLake:
     def state_key(self) -> str:
         """The lake as text: `.` ice, `O` hole, `G` goal, and the player: `P` on ice, `X` in a hole, `*` at the goal.
 
-        How the player will slip is no part of it: it is chance to the policy.
+        The coming slips are no part of it: they are chance to the policy.
         """
         text = "\n".join(self.lake).translate(_SHOWN)
         at = self._env.s + self._env.s // len(self.lake[0])  # one more for each end of a line
         return text[:at] + _PLAYER[text[at]] + text[at + 1 :]
 
     def solution(self) -> list[str] | None:
-        """The shortest way to the goal; None on slippery ice, where no list of actions is sure to get there."""
+        """A shortest way to the goal; None on slippery ice, where no list of actions surely reaches it."""
         return None if self._slippery else shortest_way(self.lake, self._env.s)
 
     @property
@@ -87,9 +87,9 @@ _PLAYER = {".": "P", "O": "X", "G": "*"}
 
 
 def shortest_way(lake: Lake, start: int) -> list[str] | None:
-    """Breadth first from cell `start` (counted row by row) over ice to a goal; None when there is no way.
+    """Finds a shortest way breadth first from cell `start` (counted row by row) over ice to a goal; None without a way.
 
-    Of ways of the same length it is the first in the order of `FrozenLake.actions`.
+    Among ways of the same length it takes the first in the order of `FrozenLake.actions`.
     """
     cells, width = "".join(lake), len(lake[0])
     ways: dict[int, list[str]] = {start: []}
@@ -120,17 +120,17 @@ def game(
     hole_reward: float = 0.0,
     tile: int = 28,
 ) -> FrozenLake:
-    """Lakes made from the seed, in which start, goal and holes are anywhere, or one lake that is given.
+    """Makes lakes from the seed, with start, goal and holes anywhere, or plays one given lake.
 
     Args:
         size: Side of a made lake in squares; 4 if not given.
         holes: Share of the squares of a made lake, apart from start and goal, that are holes; 0.2 if not given.
         map: Rows of a lake instead: S start, F frozen, H hole, G goal, as in `[SFFF, FHFH, FFFH, HFFG]`.
-        slippery: The player goes the way it wants one time in three, otherwise to one of the sides of that way.
-        step_reward: Earned by every action.
-        goal_reward: Earned besides when the goal is reached.
-        hole_reward: Earned besides when the player falls into a hole.
-        tile: Side of a square in the picture, in pixels. 28 is one token of Qwen2.5-VL, 32 of Qwen3-VL.
+        slippery: The player goes in the chosen direction one time in three, else to one of its two sides.
+        step_reward: Reward of every action.
+        goal_reward: Reward added when the goal is reached.
+        hole_reward: Reward added when the player falls into a hole.
+        tile: Side of a square in the image, in pixels. 28 is one token of Qwen2.5-VL, 32 of Qwen3-VL.
 
     Raises ValueError for options that do not fit, and DataError when no lake with so many holes can be crossed.
     """
@@ -152,7 +152,7 @@ def game(
 
 
 def checked(rows: Sequence[str]) -> Lake:
-    """Raises ValueError for rows that are no lake, or one that cannot be crossed."""
+    """Returns the lake. Raises ValueError for rows that are no lake, or one that cannot be crossed."""
     lake = tuple(rows)
     cells, shown = "".join(lake), "/".join(lake)
     if not cells or any(len(row) != len(lake[0]) for row in lake):
@@ -168,10 +168,10 @@ def checked(rows: Sequence[str]) -> Lake:
 
 @lru_cache(maxsize=1024)
 def generate(seed: int, size: int, holes: float) -> Lake:
-    """A lake of `size` x `size` squares that can be crossed; the same for the same arguments.
+    """Makes a lake of `size` x `size` squares that can be crossed; the same for the same arguments.
 
-    Of the squares that are neither start nor goal, the share `holes` is holes, rounded to a whole number.
-    Raises DataError when none of `ATTEMPTS` lakes can be crossed.
+    The share `holes` of the squares that are neither start nor goal are holes, rounded to a whole number. Raises
+    DataError when none of `ATTEMPTS` lakes can be crossed.
     """
     rng = random.Random(f"frozenlake/{size}/{holes}/{seed}")
     others = size**2 - 2
@@ -191,12 +191,12 @@ def generate(seed: int, size: int, holes: float) -> Lake:
 _ICE, _EDGE, _HOLE, _RIM = (214, 234, 248), (150, 188, 214), (22, 44, 84), (92, 132, 172)
 _FLAG, _POLE, _SKIN, _COAT = (24, 150, 60), (70, 50, 40), (250, 205, 160), (205, 30, 40)
 _SMOOTHING = 4
-"""Figures are drawn so many times as large and then made smaller, for smooth edges."""
+"""Factor by which figures are drawn larger and then reduced, for smooth edges."""
 
 
 @cache
 def _tiles(tile: int) -> dict[str, np.ndarray]:
-    """uint8 [tile, tile, 3] for each character of `FrozenLake.state_key`."""
+    """Image of each character of `FrozenLake.state_key`, uint8 [tile, tile, 3]."""
     return {character: _drawn(character, tile) for character in ".OGPX*"}
 
 
@@ -206,7 +206,7 @@ def _drawn(character: str, tile: int) -> np.ndarray:
     draw = PIL.ImageDraw.Draw(pil)
 
     def scaled(*numbers: float) -> list[float]:
-        """From parts of a hundred of the side; pairs are (x, y) from the upper left corner."""
+        """Converts hundredths of the side to pixels; pairs are (x, y) from the upper left corner."""
         return [number * side / 100 for number in numbers]
 
     draw.rectangle((0, 0, side - 1, side - 1), outline=_EDGE, width=_SMOOTHING)

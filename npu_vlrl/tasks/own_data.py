@@ -1,4 +1,4 @@
-"""A file of the user's own: what to begin with."""
+"""Starting configuration for a file of the user's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that starting configurations of several tasks share."""
+"""Settings shared by the starting configurations of several tasks."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ BOXED: Values = {
     "evaluation.tasks": 0,
     "model.max_pixels": 401408,
 }
-"""Answers in a box."""
+"""Settings for answers in a box."""

@@ -1,4 +1,4 @@
-"""The seam of an episode: what a workflow is given and gives back."""
+"""Interface of a workflow: its inputs and its result."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Sampling:
 
 
 class Workflow(Protocol):
-    """Plays episodes: asks the engine for turns of the policy, and an environment for what they earn.
+    """Plays episodes: requests the policy's turns from the engine and their rewards from an environment.
 
-    `vision_multiturn.VisionMultiTurnAgenticWorkflow` is the one of the package. One of the user's own is made by
+    `vision_multiturn.VisionMultiTurnAgenticWorkflow` is the package's workflow. A user's own is named by
     `workflow.name=path/to/file.py:Class`, a class or function that is called as
 
         Class(config, renderer, new_environment, schemas, **workflow.options)
@@ -39,11 +39,11 @@ class Workflow(Protocol):
     """
 
     async def run(self, task: Task, session: EngineSession, group: str, member: int, sampling: Sampling) -> Trajectory:
-        """One episode of `task`, whose result is `Trajectory(task, group, member, turns, status)`.
+        """Plays one episode of `task`, and returns `Trajectory(task, group, member, turns, status)`.
 
-        Every ACTION of its turns holds the ids and logprobs of a `Generation` of `session`, and its context is what
-        the engine was given for it: only then does the learner compute the same logprobs. Turn k, from 0, is drawn
-        with `sampling.for_turn(group, member, k, max_new_tokens)`, so that a run repeats.
+        Every ACTION of its turns must hold the ids and logprobs of a `Generation` of `session`, with the context that
+        the engine was given: only then does the learner compute the same logprobs. Turn k, from 0, is drawn with
+        `sampling.for_turn(group, member, k, max_new_tokens)`, so that a run repeats.
 
         Closes `session` in any case. A sample that cannot be used gives a trajectory of status FAILED with `error`;
         DataError and ValueError do the same where a workflow of the user's own raises them.

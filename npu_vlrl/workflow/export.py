@@ -1,4 +1,4 @@
-"""Trajectory -> Samples: one for the whole episode (`concat`), or one for each turn (`individual`)."""
+"""Converts trajectories to samples: one for the whole episode (`concat`), or one for each turn (`individual`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ RewardMode = Literal["best", "last", "sum"]
 def trajectory_reward(
     turn_rewards: Sequence[float], verdicts: Sequence[float | None], mode: RewardMode, discount: float
 ) -> float:
-    """One reward for an episode, with turns counted from 0.
+    """Reward of an episode, with turns counted from 0.
 
-    `verdicts` are what the judge gave for each answer, v_k, and None for a turn without one. Over the answers, `best`:
-    max of discount^k v_k (the rule of AReaL's pull request 931); `last`: that of the last one; `sum`: sum of
-    discount^k v_k. No answer scores 0. What turns earned besides, by calling tools or for their length, is added in
-    every mode, discount^k (r_k - v_k) each: a cost that only a worst turn could feel would cost nothing.
-    The sum is rounded once, so its order does not matter.
+    `verdicts` are the judge's rewards of the answers, v_k, and None for a turn without one. Over the answers, `best`:
+    max of discount^k v_k (the rule of AReaL's pull request 931); `last`: v_k of the last one; `sum`: sum of discount^k
+    v_k. No answer scores 0. Other rewards of the turns, for tool calls or for their length, are added in every mode,
+    discount^k (r_k - v_k) each: inside the maximum of `best`, a penalty of any other turn than the best one would have
+    no effect. The sum is rounded once, so its order does not matter.
     """
     answered, besides = [], []
     for k, (reward, verdict) in enumerate(zip(turn_rewards, verdicts, strict=True)):
@@ -43,13 +43,13 @@ def pays_for_failing(mode: RewardMode, discount: float, lowest: float) -> bool:
 
 
 def outcome(trajectory: Trajectory, mode: RewardMode, discount: float) -> float:
-    """The reward of a whole episode."""
+    """Reward of a whole trajectory, see `trajectory_reward`."""
     verdicts = [turn.verdict.reward if turn.verdict else None for turn in trajectory.turns]
     return trajectory_reward(trajectory.turn_rewards, verdicts, mode, discount)
 
 
 def returns_to_go(turn_rewards: Sequence[float], discount: float) -> list[float]:
-    """R_k = r_k + discount * R_(k+1), in the order of the turns."""
+    """Discounted returns in the order of the turns: R_k = r_k + discount * R_(k+1)."""
     returns = [0.0] * (len(turn_rewards) + 1)
     for k in reversed(range(len(turn_rewards))):
         returns[k] = turn_rewards[k] + discount * returns[k + 1]
@@ -59,7 +59,7 @@ def returns_to_go(turn_rewards: Sequence[float], discount: float) -> list[float]
 def export(
     trajectories: Sequence[Trajectory], style: ExportStyle, mode: RewardMode, discount: float, template: str
 ) -> list[Sample]:
-    """Samples in the order of the trajectories; an episode without turns gives none.
+    """Exports samples in the order of the trajectories; an episode without turns gives none.
 
     Raises ConfigError for `concat` when the chat template rewrote history, naming template, trajectory and turn.
     """

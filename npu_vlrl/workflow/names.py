@@ -1,4 +1,4 @@
-"""Names from the configuration that nothing goes by, told with the nearest ones that are known."""
+"""Checks names of the configuration against the known ones, and suggests the nearest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ValueError for the first of `names` that is not among `known`, saying which one was maybe meant."""
+    """Raises ValueError for the first of `names` that is not among `known`, with the nearest known name."""
     known = sorted(known)
     for name in names:
         if name not in known:

@@ -1,7 +1,7 @@
-"""Messages to token ids, for any Hugging Face chat template that uses the control tokens of its family.
+"""Renders messages as token ids, for any Hugging Face chat template that uses the control tokens of its family.
 
-A conversation grows by *deltas*: what the policy sampled stays as it is, id for id, and only the text that the template
-puts after it is tokenised. Text that comes from users, tools or the policy can never turn into a control token.
+A conversation grows by *deltas*: the sampled ids are kept, id for id, and only the text that the template adds after
+them is tokenised. Text that comes from users, tools or the policy can never turn into a control token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ END_OF_THOUGHT = "</think>"
 
 
 class ImageDescriber(Protocol):
-    """Tells how many patches and tokens a picture becomes for one model."""
+    """Function of one model: the number of patches and tokens of an image."""
 
     def describe(self, image: Image) -> ImageInput: ...
 
@@ -53,28 +53,28 @@ class Conversation:
 
     messages: tuple[Message, ...]
     text: str
-    """What the template wrote, generation prompt included, with one placeholder an image. Control tokens inside content
-    are marked (see `_ControlTokens.mark`), so this is for comparing, not for reading."""
+    """Text that the template wrote, generation prompt included, with one placeholder an image. Control tokens inside
+    content are marked (see `_ControlTokens.mark`), so this is for comparing, not for reading."""
     context: tuple[Segment, ...]
-    """Exactly what the engine gets next."""
+    """Segments that the engine receives next."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The function schemas given to `Renderer.open`."""
     rewritten: bool = False
-    """The template rewrote history at the last step: `context` is a fresh PROMPT, not a continuation."""
+    """Whether the template rewrote history at the last step: `context` is then a fresh PROMPT, not a continuation."""
 
     @property
     def n_tokens(self) -> int:
         return sum(map(len, self.context))
 
     opened_thought: str = ""
-    """What the generation prompt holds of the coming turn, such as `<think>\\n`: a thought that it leaves open."""
+    """Beginning of the coming turn in the generation prompt, such as `<think>\\n`: the thought that it leaves open."""
 
 
 class _ControlTokens:
-    """Keeps control tokens written by the template apart from the same characters inside content.
+    """Separates control tokens written by the template from the same characters inside content.
 
     `mark` replaces each control token in content by a reversible mark before the template sees it. `encode` takes the
-    rendered text: what is still a control token was written by the template, and a mark becomes ordinary characters.
+    rendered text: a remaining control token was written by the template, and a mark becomes ordinary characters.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -94,11 +94,11 @@ class _ControlTokens:
         return self._find_name.sub(lambda found: self._marks[found[0]], content)
 
     def last(self, rendered: str) -> int:
-        """Where the last control token begins that the template wrote; 0 without any."""
+        """Position of the last control token that the template wrote; 0 without any."""
         return max([0, *map(rendered.rfind, self._names[1:])])
 
     def encode(self, rendered: str) -> list[int]:
-        """Without marks this is the tokenizer's own encoding of the whole text."""
+        """Encodes a marked text. Without marks the result is the tokenizer's own encoding."""
         ids: list[int] = []
         for position, piece in enumerate(self._find_mark.split(rendered)):
             if position % 2:  # re.split puts what the group matched between the pieces of text
@@ -118,9 +118,9 @@ class Renderer:
     """
 
     special: SpecialTokens
-    """Ids with a meaning of their own; no placeholders for a text-only model."""
+    """Ids of the special tokens; without placeholders for a text-only model."""
     opens_thought: bool
-    """The generation prompt ends inside a `<think>`, so the policy samples no such tag."""
+    """Whether the generation prompt ends inside a `<think>`, so that the policy samples no such tag."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Renderer:
         self.opens_thought = bool(self._opened_thought(self._probe(self._as_dict(Message("user", (_PROBE,))))))
 
     def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Conversation:
-        """A conversation whose context is one PROMPT.
+        """Opens a conversation whose context is one PROMPT.
 
         `tools` are OpenAI function schemas for the template. A template without a section for tools (Qwen2.5-VL's)
         ignores them: the text is then the same as without.
@@ -162,11 +162,10 @@ class Renderer:
     def reply(self, conversation: Conversation, action: Segment, new: Sequence[Message]) -> Conversation:
         """Adds the policy's turn and the messages that answer it.
 
-        The action's ids are kept. The template is given the turn with the `<think>` that it opened, so that it can tell
-        the thought from the answer. The OBSERVATION starts with the control token that follows an answer when the
+        The ids of the action are kept. The template is given the turn with the `<think>` that it opened, so that it can
+        tell the thought from the answer. The OBSERVATION starts with the control token that follows an answer when the
         action lacks it, because it was cut or ended otherwise. When the template changes anything before that point,
-        the result is `rewritten`.
-        Raises DataError as `open` does.
+        the result is `rewritten`. Raises DataError as `open` does.
         """
         assert action.kind is SegmentKind.ACTION
         described = self._describe(new)
@@ -200,7 +199,7 @@ class Renderer:
         return [Message("user", tuple(parts))] if results else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of an action for judges and people, without the token that ends the turn."""
+        """Decodes an action for judges and people, without the token that ends the turn."""
         ids = list(token_ids)
         end = self._end_of(ids)
         if end and end not in self.chat.spoken_ends:
@@ -210,11 +209,11 @@ class Renderer:
         return text
 
     def _end_of(self, token_ids: Sequence[int]) -> str:
-        """The text of the token that ended a turn; empty where the turn was cut."""
+        """Text of the token that ended a turn; empty where the turn was cut."""
         return self._ends.get(token_ids[-1], "") if token_ids else ""
 
     def _opened_thought(self, text: str) -> str:
-        """Reads the generation prompt, which begins with the last control token: no content can look like one."""
+        """Opened thought of the generation prompt, which begins with the last control token; content has none."""
         return opened_thought(text[self._control.last(text) :])
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -233,14 +232,14 @@ class Renderer:
         return text
 
     def _probe(self, *messages: Mapping[str, Any]) -> str:
-        """What the template writes for `messages`, or nothing if it refuses them."""
+        """Renders `messages`; an empty text if the template refuses them."""
         try:
             return self._apply(messages)
         except DataError:
             return ""
 
     def _has_tool_role(self) -> bool:
-        """The template treats the role "tool" otherwise than a role that nobody knows, and shows all of its content."""
+        """Whether the template treats the role "tool" otherwise than an unknown role, and shows all of its content."""
         image = [] if self._images is None else [{"type": "image"}]
         listed = [{"type": "text", "text": _PROBE}, *image]
         content = listed if image or not self._plain_content else _PROBE
@@ -250,7 +249,7 @@ class Renderer:
         return complete and tool.replace("tool", "stranger") != unknown.replace("tool", "stranger")
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
-        """The marked content as templates take it; adjoining texts are joined first, lest they form a token later."""
+        """Marked content in the template's form; adjacent texts are joined, since they could form a token later."""
         if self._plain_content and not message.images:
             return self._control.mark(message.text)
         content: list[dict[str, str]] = []
@@ -262,7 +261,7 @@ class Renderer:
         return content
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """The marked text of the whole conversation."""
+        """Renders the whole conversation as marked text."""
         schemas = json.loads(self._control.mark(json.dumps(list(tools), ensure_ascii=False)))
         return self._apply([self._as_dict(message) for message in messages], schemas)
 
@@ -270,7 +269,7 @@ class Renderer:
         return {"role": self._control.mark(message.role), "content": self._content(message)}
 
     def _check_written(self, messages: Sequence[Message], text: str) -> None:
-        """No words may get lost, as when a template skips a role that it does not know."""
+        """Raises DataError when the template drops text of a message, e.g. of a role that it does not know."""
         for message in messages:
             content = self._content(message)
             pieces = [content] if isinstance(content, str) else [item.get("text", "") for item in content]

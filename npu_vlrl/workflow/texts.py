@@ -1,14 +1,14 @@
-"""Texts that others wrote: what no tokenizer or record can hold is named, and messages are kept short."""
+"""Checks texts of others for characters that no tokenizer or record can hold, and shortens messages."""
 
 from __future__ import annotations
 
 import re
 
 MAX_TEXT = 100_000
-"""Characters of one text that a judge, a tool or a game gives to the policy: more than a context holds."""
+"""Maximum number of characters of a judge's, tool's or game's text to the policy: more than a context holds."""
 
 MAX_MESSAGE = 2_000
-"""Characters of an error message that are told."""
+"""Maximum length of a displayed error message, in characters."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")
@@ -23,7 +23,7 @@ def half_pair(text: str) -> str | None:
 
 
 def flaw(text: str, limit: int = MAX_TEXT) -> str | None:
-    """Why `text` cannot be given to a policy, as a phrase; None when it can. A NUL ends a text in other programs."""
+    """Reason why `text` cannot be given to a policy, as a phrase; None when it can. A NUL ends texts elsewhere."""
     if len(text) > limit:
         return f"{len(text):,} characters, more than {limit:,}"
     return half_pair(text) or _named("a NUL", re.search("\0", text))
@@ -34,18 +34,18 @@ def _named(what: str, found: re.Match[str] | None) -> str | None:
 
 
 def mended(text: str) -> str:
-    """`text` with half surrogate pairs replaced by U+FFFD, as decoders do with bytes that are no UTF-8."""
+    """Replaces half surrogate pairs by U+FFFD, as decoders do with bytes that are not UTF-8."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def told(text: str) -> str:
-    """An error message that is safe to show: its beginning, in which what `flaw` names is escaped."""
+    """Makes an error message safe to show: shortens it, and escapes the characters that `flaw` names."""
     short = text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}… ({len(text):,} characters)"
     return _UNUSABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), short)
 
 
 def shown(value: object) -> str:
-    """The beginning of a value's repr, on one line, for a message about it: it may be an array."""
+    """Beginning of a value's repr, on one line, for a message about it: it may be an array."""
     try:
         text = repr(value)
     except Exception as error:  # an int of too many digits has none
@@ -54,7 +54,7 @@ def shown(value: object) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Type and message of what somebody's code raised, of which even the message may raise."""
+    """Type and message of an exception of others' code, whose message may raise, too."""
     try:
         message = str(error)
     except Exception as second:

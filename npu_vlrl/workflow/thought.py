@@ -1,6 +1,6 @@
-"""Splits a turn into its thoughts and its answer: the one place that knows what `<think>` and `</think>` mean.
+"""Splits a turn into its thoughts and its answer; the only module that interprets `<think>` and `</think>`.
 
-Calls, answers and formats are read from the answer alone, so nothing that is drafted in a thought counts.
+Calls, answers and formats are read from the answer alone, so drafts in a thought do not count.
 
 - A thought runs from `<think>` to the next `</think>`; a `<think>` inside it is part of it.
 - A text whose first tag is `</think>` begins inside a thought, which the chat template opened.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 OPEN, CLOSE = "<think>", "</think>"
 
 LEFT_OPEN = f"…\n{CLOSE}\n\n"
-"""What a demonstrator thinks where the chat template opens a thought; white space as in Qwen's templates."""
+"""Thought of a demonstrator where the chat template opens one; white space as in Qwen's templates."""
 
 UNFINISHED_FEEDBACK = (
     f"Your turn ended inside your thought, so it has no answer. Think less, end the thought with {CLOSE}, then answer."
@@ -30,7 +30,7 @@ _BEGINS_A_LINE = re.compile(rf"^[ \t]*({OPEN})", re.MULTILINE)
 
 @dataclass(frozen=True)
 class SplitTurn:
-    """A turn's text, split.
+    """Thoughts and answer of a turn's text.
 
     Example: `split_thought("<think>Half of 8.</think> 4").answer == "4"`
     """
@@ -39,11 +39,11 @@ class SplitTurn:
     spans: tuple[tuple[int, int], ...]
     """Begin and end of each thought in `text`, its tags included; in order, and never overlapping."""
     finished: bool
-    """False when the last thought never ends: the turn was cut off in it, or ended without `</think>`."""
+    """Whether the last thought ends: false when the turn was cut off in it, or ended without `</think>`."""
 
     @property
     def answer(self) -> str:
-        """What stands outside of the thoughts, without white space around it."""
+        """Text outside of the thoughts, without white space around it."""
         ends = [0, *(end for _, end in self.spans)]
         begins = [*(begin for begin, _ in self.spans), len(self.text)]
         return " ".join(self.text[a:b] for a, b in zip(ends, begins, strict=True)).strip()
@@ -59,7 +59,7 @@ class SplitTurn:
 
     @property
     def thought(self) -> str | None:
-        """What the first finished thought holds; None without one."""
+        """Content of the first finished thought; None without one."""
         ended = self.spans if self.finished else self.spans[:-1]
         if not ended:
             return None
@@ -73,12 +73,12 @@ class SplitTurn:
 
     @property
     def holds_nothing(self) -> bool:
-        """The turn is a thought that never ends: there is no answer to judge."""
+        """Whether the turn is a thought that never ends, so that there is no answer to judge."""
         return not self.finished and not self.answer
 
     @property
     def one_thought_first(self) -> bool:
-        """The turn is one finished thought, opened once, and then an answer without tags of thoughts."""
+        """Whether the turn is one finished thought, opened once, and then an answer without tags of thoughts."""
         if len(self.spans) != 1 or not self.finished:
             return False
         begin, end = self.spans[0]
@@ -104,13 +104,13 @@ def split_thought(text: str) -> SplitTurn:
 
 
 def _reopened(text: str, end: int) -> int:
-    """Where a thought without an end begins after the last one, which ends at `end`; -1 for nowhere."""
+    """Position after `end` at which a thought without an end begins; -1 without one."""
     found = _FOLLOWS.match(text, end) or _BEGINS_A_LINE.search(text, end)
     return found.start(1) if found else -1
 
 
 def opened_thought(prompt: str) -> str:
-    """What a generation prompt holds of the turn that it begins: a `<think>` that it leaves open and what follows.
+    """Thought that a generation prompt leaves open: the `<think>` and the text after it.
 
     Example: `opened_thought("assistant: <think> ") == "<think> "`, and "" for "assistant: <think></think>".
     """

@@ -1,4 +1,4 @@
-"""Calls of code in the user's own files, and texts and numbers that it gives."""
+"""Calls code of the user's own files, and checks the texts and numbers that it returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class UserCode:
     """Calls code of a user's file; what it raises becomes a DataError that names file, method, line and remedy."""
 
     def __init__(self, spec: str, kind: str) -> None:
-        """`spec`: `path/to/file.py:function`; `kind`: what the remedy calls it, e.g. "game"."""
+        """`spec`: `path/to/file.py:function`; `kind`: name of the object in remedies, e.g. "game"."""
         self._spec, self._kind = spec, kind
         self._file = str(Path(spec.rpartition(":")[0]).expanduser().resolve())
 
@@ -34,7 +34,7 @@ class UserCode:
             raise self.raised(what, error) from error
 
     async def awaited(self, what: str, function: Callable[[], Awaitable[Result]], *passed: type[Exception]) -> Result:
-        """Awaits `function`, as `called` calls it."""
+        """Awaits `function`, guarded as in `called`."""
         try:
             return await function()
         except passed:
@@ -48,7 +48,7 @@ class UserCode:
         return text
 
     def numbers(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Named numbers as plain ones, since numpy's own cannot be written to the records."""
+        """Converts named numbers to plain ones, since numpy's own cannot be written to the records."""
         return {self.text("the name of a term", str(name)): float(value) for name, value in values.items()}
 
     def raised(self, what: str, error: BaseException) -> DataError:

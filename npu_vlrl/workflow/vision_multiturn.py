@@ -1,4 +1,4 @@
-"""The episode: the policy says something, the environment answers, and so on until one of them is done."""
+"""The package's workflow: policy and environment alternate until one of them ends the episode."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from npu_vlrl.workflow.tools.describe import describe_tools
 
 
 class VisionMultiTurnAgenticWorkflow:
-    """See `base.Workflow`. An episode has up to `max_turns` turns, in an environment of its own.
+    """Workflow of up to `max_turns` turns, each episode in an environment of its own; see `base.Workflow`.
 
-    `schemas` are the functions that the policy is told it may call.
+    `schemas` describe the functions that the policy may call.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class VisionMultiTurnAgenticWorkflow:
         self._native_tools = bool(self._schemas) and self._template_shows_tools()
 
     async def run(self, task: Task, session: EngineSession, group: str, member: int, sampling: Sampling) -> Trajectory:
-        """One episode. A sample that cannot be used gives a trajectory of status FAILED that carries the message."""
+        """Plays one episode. A sample that cannot be used gives a trajectory of status FAILED with the message."""
         turns: list[Turn] = []
         try:
             status = await self._play(task, session, group, member, sampling, turns)
@@ -62,7 +62,7 @@ class VisionMultiTurnAgenticWorkflow:
 
     @asynccontextmanager
     async def opened(self, task: Task) -> AsyncIterator[tuple[Environment, Conversation]]:
-        """Environment and conversation before the first turn; the environment is closed in any case.
+        """Opens environment and conversation before the first turn; closes the environment in any case.
 
         Raises DataError or ValueError for a task that cannot be played.
         """
@@ -130,7 +130,7 @@ class VisionMultiTurnAgenticWorkflow:
         )
 
     def _overlong(self, tokens: int) -> float:
-        """DAPO's soft penalty (arXiv 2503.14476, equation 13), for one turn."""
+        """Soft overlong penalty of DAPO (arXiv 2503.14476, equation 13), for one turn."""
         buffer = self.config.overlong_tokens
         if not buffer:
             return 0.0
@@ -165,7 +165,9 @@ class VisionMultiTurnAgenticWorkflow:
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:
-    """The messages that `workflow.system_prompt` leaves. Raises DataError where it would replace an image, or all."""
+    """Messages of the task without those that `workflow.system_prompt` replaces. Raises DataError where it would
+    replace an image, or all messages.
+    """
     remedy = "write it as a message of the user, or set workflow.system_prompt=null"
     images = sum(len(message.images) for message in messages if message.role == "system")
     if images:

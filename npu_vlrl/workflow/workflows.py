@@ -1,4 +1,4 @@
-"""Workflows by name, and the guard around one of the user's own."""
+"""Workflows by name, and the guard around a user's own workflow."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from npu_vlrl.workflow.workers import is_spec, load_function
 WORKFLOWS = {"vision_multiturn": VisionMultiTurnAgenticWorkflow}
 
 GIVEN = ("config", "renderer", "new_environment", "schemas")
-"""Arguments of every workflow; others are its options."""
+"""Arguments of every workflow; other arguments are its options."""
 
 
 MakeWorkflow = Callable[[Renderer, Callable[[], Environment], Sequence[Mapping[str, Any]]], Workflow]
-"""Takes the renderer, a function that makes the environment of an episode, and the schemas of tools."""
+"""Function of the renderer, a factory of an episode's environment, and the tools' schemas."""
 
 
 def workflow_maker(config: WorkflowConfig) -> MakeWorkflow:
-    """Makes the workflow of `config.name`: a key of `WORKFLOWS`, or the user's `path/to/file.py:Class`.
+    """Factory of the workflow of `config.name`: a key of `WORKFLOWS`, or the user's `path/to/file.py:Class`.
 
-    Raises ValueError for an unknown name or option, and a file without that class or function. What it returns raises
+    Raises ValueError for an unknown name or option, and a file without that class or function. The factory raises
     ValueError for an option that the class refuses, and DataError for anything else that it raises.
     """
     if not is_spec(config.name):
@@ -70,8 +70,8 @@ def _own(
 
 
 class OwnWorkflow:
-    """See `base.Workflow`. What the user's object raises, or returns that is no trajectory of its episode, becomes a
-    trajectory of status FAILED, so that it fails its group and not the run. Errors of the engine pass.
+    """Guard of a user's workflow, see `base.Workflow`. Its exceptions, and results that are no trajectory of their
+    episode, become a trajectory of status FAILED, so that they fail a group and not the run. Errors of the engine pass.
     """
 
     def __init__(self, code: UserCode, own: Any) -> None:
@@ -105,7 +105,7 @@ class OwnWorkflow:
 
 
 class _Watched:
-    """A session that remembers the error of its engine, which is not the fault of who asked."""
+    """Session that remembers the error of its engine, which is not the workflow's fault."""
 
     def __init__(self, session: EngineSession) -> None:
         self._session = session
@@ -119,4 +119,4 @@ class _Watched:
             raise
 
     def close(self) -> None:
-        """The session is closed when the episode is over."""
+        """Does nothing: the guard closes the session when the episode is over."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from npu_vlrl.types import Image, Message, Sample, SegmentKind, ToolResult
 from npu_vlrl.workflow.render import Conversation
-from tests.support.chat import VISION_TEMPLATES, action, flat, picture, reference_ids, renderer, words
+from tests.support.chat import VISION_TEMPLATES, action, an_image, flat, reference_ids, renderer, words
 from tests.support.tokenizers import TEMPLATES, qwen_tokenizer
 
 IM_START, IM_END, ENDOFTEXT = 151644, 151645, 151643
@@ -56,7 +56,7 @@ FRAGMENTS = st.sampled_from(
     ]
 )
 TEXTS = st.lists(FRAGMENTS | st.text(st.characters(exclude_categories=["Cs"]), max_size=4), max_size=6).map("".join)
-PICTURES = [picture(56, 56, 1), picture(90, 40, 2), picture(33, 120, 3)]
+IMAGES = [an_image(56, 56, 1), an_image(90, 40, 2), an_image(33, 120, 3)]
 
 
 def continues(text: str) -> bool:
@@ -76,13 +76,13 @@ class Step:
 
 
 def messages(role: str, with_images: bool) -> st.SearchStrategy[Message]:
-    part = TEXTS | st.sampled_from(PICTURES) if with_images else TEXTS
+    part = TEXTS | st.sampled_from(IMAGES) if with_images else TEXTS
     few = st.lists(part, max_size=5).filter(lambda parts: sum(isinstance(item, Image) for item in parts) <= 3)
     return few.map(lambda parts: Message(role, tuple(parts)))
 
 
 def steps(with_images: bool, answers: st.SearchStrategy[str] = ANSWERS) -> st.SearchStrategy[Step]:
-    images = st.lists(st.sampled_from(PICTURES), max_size=3) if with_images else st.just([])
+    images = st.lists(st.sampled_from(IMAGES), max_size=3) if with_images else st.just([])
     result = st.builds(lambda text, shown: ToolResult(text, tuple(shown)), TEXTS, images)
     feedback = messages("user", with_images).map(lambda message: (message,))
     return st.builds(
@@ -212,8 +212,8 @@ def test_no_second_system_prompt(name: str) -> None:
 def test_the_whole_check_sees_a_missing_newline_and_a_missing_closing_token(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = renderer("qwen2_5_vl")
     encode = chat._control.encode
-    opening = [Message("user", (PICTURES[0], "Hi"))]
-    feedback = (Message("user", ("b", PICTURES[1])),)
+    opening = [Message("user", (IMAGES[0], "Hi"))]
+    feedback = (Message("user", ("b", IMAGES[1])),)
     turns = [Step("cut", (), feedback)]
     check_whole("qwen2_5_vl", play("qwen2_5_vl", opening, turns, None), None)
     for lost in (NEWLINE, IM_END):

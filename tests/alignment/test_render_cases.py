@@ -26,8 +26,8 @@ from tests.support.chat import (
     VISION_TEMPLATES,
     Describer,
     action,
+    an_image,
     flat,
-    picture,
     processor,
     reference_ids,
     renderer,
@@ -36,7 +36,7 @@ from tests.support.chat import (
 from tests.support.tokenizers import ADDED_WORDS, CONTROL_TOKENS, TEMPLATES, byte_tokenizer, qwen_tokenizer, template
 
 IM_END = 151645
-SMALL, WIDE, TALL = picture(56, 56, 1), picture(200, 60, 2), picture(40, 150, 3)
+SMALL, WIDE, TALL = an_image(56, 56, 1), an_image(200, 60, 2), an_image(40, 150, 3)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -75,8 +75,8 @@ def test_ids_and_grids_equal_the_real_processor(name: str) -> None:
     conversation = renderer(name).open([user(SMALL, "What is ", WIDE, "?")])
     conversation = answer(name, conversation, "<tool_call>\n{}\n</tool_call>", *look)
     text = conversation.text
-    pictures = [Pillow.fromarray(image.rgb) for image in (SMALL, WIDE, TALL)]
-    made = processor(name)(text=[text], images=pictures)
+    images = [Pillow.fromarray(image.rgb) for image in (SMALL, WIDE, TALL)]
+    made = processor(name)(text=[text], images=images)
     assert flat(conversation.context) == list(made["input_ids"][0])
     grids = [item.grid for segment in conversation.context for item in segment.images]
     assert grids == [tuple(grid) for grid in np.asarray(made["image_grid_thw"]).tolist()]

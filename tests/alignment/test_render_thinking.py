@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from npu_vlrl.types import Message, SegmentKind, ToolResult
 from npu_vlrl.workflow.render import Conversation, Renderer
-from tests.support.chat import Describer, action, as_dicts, flat, picture, reference_ids, renderer, words
+from tests.support.chat import Describer, action, an_image, as_dicts, flat, reference_ids, renderer, words
 from tests.support.tokenizers import TEMPLATES, qwen_tokenizer, template
 
 THINKING = ("qwen3_vl_thinking", "qwen3_5_think")
 IM_END, THINK, END_OF_THOUGHT = 151645, 151667, 151668
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-PICTURES = [picture(56, 56, 1), picture(90, 40, 2)]
+IMAGES = [an_image(56, 56, 1), an_image(90, 40, 2)]
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "qwen3_5_nothink", *THINKING])
@@ -47,7 +47,7 @@ class Step:
 
 WORDS = st.lists(st.sampled_from(["hm", " so", " 4", "\nthen", " é", " <tool_call>", " 中文"]), min_size=1, max_size=4)
 TEXTS = WORDS.map("".join).map(str.strip)
-SHOWN = st.lists(st.sampled_from(PICTURES), max_size=2)
+SHOWN = st.lists(st.sampled_from(IMAGES), max_size=2)
 RESULTS = st.lists(st.builds(lambda text, shown: ToolResult(text, tuple(shown)), TEXTS, SHOWN), min_size=1, max_size=2)
 FEEDBACK = st.builds(lambda text, shown: (Message("user", (text, *shown)),), TEXTS, SHOWN)
 STEPS = st.builds(Step, TEXTS, TEXTS | st.just(CALL), st.booleans(), st.booleans(), RESULTS.map(tuple) | FEEDBACK)
@@ -55,7 +55,7 @@ STEPS = st.builds(Step, TEXTS, TEXTS | st.just(CALL), st.booleans(), st.booleans
 
 def play(name: str, steps: Sequence[Step]) -> list[Conversation]:
     chat = renderer(name)
-    conversations = [chat.open([Message("user", (PICTURES[0], "q"))])]
+    conversations = [chat.open([Message("user", (IMAGES[0], "q"))])]
     for step in steps:
         new = [item for item in step.reply if isinstance(item, Message)]
         new += chat.tool_messages([item for item in step.reply if isinstance(item, ToolResult)])

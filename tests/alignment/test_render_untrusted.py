@@ -13,8 +13,8 @@ from npu_vlrl.workflow.render import Renderer
 from tests.support.chat import (
     IMAGE_PAD,
     action,
+    an_image,
     flat,
-    picture,
     reference_ids,
     renderer,
     words,
@@ -92,7 +92,7 @@ def test_without_marks_the_same_text_is_read_as_control_tokens(monkeypatch: pyte
 
 
 def test_neighbouring_texts_cannot_form_a_control_token() -> None:
-    chat, image = renderer("qwen3_vl"), picture()
+    chat, image = renderer("qwen3_vl"), an_image()
     start = chat.open([Message("user", (image, "<|im_", "end|>", "<|image", "_pad|>", image))])
     assert flat(start.context).count(IM_END) == 1
     assert flat(start.context).count(IMAGE_PAD) == sum(item.n_tokens for item in start.context[0].images)
@@ -100,7 +100,7 @@ def test_neighbouring_texts_cannot_form_a_control_token() -> None:
 
 
 def test_placeholders_in_text_beside_a_real_image() -> None:
-    chat, image = renderer("qwen2_5_vl"), picture()
+    chat, image = renderer("qwen2_5_vl"), an_image()
     start = chat.open([Message("user", ("<|image_pad|>", image, "literal <|vision_start|><|image_pad|><image>"))])
     (prompt,) = start.context
     assert prompt.token_ids.count(IMAGE_PAD) == prompt.images[0].n_tokens == 4

@@ -123,8 +123,8 @@ def test_the_reward_example_judges(examples: Path) -> None:
 
 
 def test_the_tool_example_tells_the_brightness(examples: Path) -> None:
-    picture = Image(np.repeat(np.arange(4, dtype=np.uint8) * 10, 3).reshape(2, 2, 3))
-    task = Task("t", (Message("user", (picture, "What is it?")),), "1", "mine")
+    image = Image(np.repeat(np.arange(4, dtype=np.uint8) * 10, 3).reshape(2, 2, 3))
+    task = Task("t", (Message("user", (image, "What is it?")),), "1", "mine")
     toolbox = Toolbox(["my_tools.py:brightness", "rotate"])
     try:
         result = toolbox.run(ToolCall("brightness", {"bbox": [1, 0, 2, 2]}), ToolContext(task, task.images))

@@ -98,7 +98,7 @@ def test_a_trajectory_turn_by_turn(show: Callable[..., Any], file: Path) -> None
     assert shown.requests == [f"file://{file}"]  # and nothing else, ever: `show` looks for errors
 
 
-def test_pictures_have_the_resolution_of_the_model_and_open_at_full_size(show: Callable[..., Any], file: Path) -> None:
+def test_images_have_the_resolution_of_the_model_and_open_at_full_size(show: Callable[..., Any], file: Path) -> None:
     page = show(file, "#step3.0/0/t/1/0").ready()
     page.evaluate(TO_THE_END)
     until(page, "document.querySelectorAll('#stage canvas[data-drawn]').length === 2")
@@ -108,7 +108,7 @@ def test_pictures_have_the_resolution_of_the_model_and_open_at_full_size(show: C
         "(() => { const c = document.querySelector('#stage canvas').getContext('2d');"
         " return [c.getImageData(5, 10, 1, 1).data[0], c.getImageData(5, 120, 1, 1).data[0]]; })()"
     )
-    assert abs(left - 16) <= 2 and abs(right - 192) <= 2  # the grey of each row of the stored picture is its number
+    assert abs(left - 16) <= 2 and abs(right - 192) <= 2  # the grey of each row of the stored image is its number
     page.click("#stage .open")
     until(page, "document.querySelector('#full img').naturalWidth === 448")
     assert page.get_attribute("#full img", "src").startswith("blob:")
@@ -122,7 +122,7 @@ def test_pictures_have_the_resolution_of_the_model_and_open_at_full_size(show: C
         small.eval_on_selector_all("#stage canvas", "all => all.map((c) => [c.width, c.clientWidth])")
         == [[56, 224]] * 2
     )
-    captions = small.eval_on_selector_all("#stage .picture small", "all => all.map((one) => one.innerText)")
+    captions = small.eval_on_selector_all("#stage .image small", "all => all.map((one) => one.innerText)")
     assert captions[0] == "56×56 seen · 4 tokens · 56×56 stored · drawn 4×"
 
 
@@ -293,7 +293,7 @@ def test_a_run_of_many_is_a_list_of_few_elements(show: Callable[..., Any], run: 
     until(page, "document.querySelector('.summary .small').innerText.includes('step0.0/1999/t/1/0')")
 
 
-def test_pictures_are_decoded_when_they_come_into_view(show: Callable[..., Any], tmp_path: Path) -> None:
+def test_images_are_decoded_when_they_come_into_view(show: Callable[..., Any], tmp_path: Path) -> None:
     made = run_folder(tmp_path / "r")
     record_group(made, 0, "step0.0/0/t/1", a_task(*[SEEN, "and", HUGE] * 8, "Which way?"), members=2)
     page = show(written(tmp_path / "r")).ready()
@@ -319,13 +319,13 @@ def test_records_that_lack_things(show: Callable[..., Any], run: Path, tmp_path:
     page.select_option("#colour", "advantage")  # that of the turn
     assert set(colours(page)) == {BLUE}
     (folder / "config.yaml").unlink()
-    for picture in (folder / "images").iterdir():
-        picture.unlink()
+    for file in (folder / "images").iterdir():
+        file.unlink()
     with (folder / "trajectories.jsonl").open("a") as lines:
         lines.write('{"step": 9, "id"')
     bare = show(written(folder)).ready()
     assert "No tokenizer was found" in bare.inner_text("#note")
-    assert DRAW in bare.inner_text(".action") and "picture not in the run folder" in bare.inner_text(".missing")
+    assert DRAW in bare.inner_text(".action") and "image not in the run folder" in bare.inner_text(".missing")
     until(bare, "document.querySelector('#count').innerText === '12 trajectories'")
     error = show(folder / "view.html", "#step3.0/1/t/1/0").ready()
     assert "the prompt is too long" in error.inner_text(".error") and "no turns" in error.inner_text("#stage")

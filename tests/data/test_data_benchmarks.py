@@ -101,7 +101,7 @@ def test_every_benchmark_has_a_name_an_adapter_and_a_rule() -> None:
     assert set(NAMES) == set(BENCHMARKS) == set(_RULES)
 
 
-def test_mathvista_as_parquet_and_as_json_with_picture_files(tmp_path: Path) -> None:
+def test_mathvista_as_parquet_and_as_json_with_image_files(tmp_path: Path) -> None:
     decoded = {**MATHVISTA, "decoded_image": {"bytes": png(seed=7), "path": None}}
     (task,) = made(tmp_path, "mathvista", [decoded])
     assert (task.id, task.answer, task.data_source) == ("mathvista/7", "15 cm", "mathvista")
@@ -153,7 +153,7 @@ def test_chartqa_in_its_three_formats(tmp_path: Path) -> None:
     assert (task.answer, task.extra["category"]) == ("4", "augmented")
 
 
-def test_mme_keeps_its_question_and_knows_the_picture(tmp_path: Path) -> None:
+def test_mme_keeps_its_question_and_knows_the_image(tmp_path: Path) -> None:
     one, two = made(tmp_path, "mme", [MME, {**MME, "question": "Is it a cat?", "answer": "No"}])
     assert one.messages[0].text == MME["question"]
     assert (one.id, two.id) == ("mme/OCR/OCR/1.jpg/0", "mme/OCR/OCR/1.jpg/1")
@@ -201,7 +201,7 @@ def test_gpqa_shuffles_by_the_seed_and_records_how(tmp_path: Path) -> None:
     assert [t.extra["order"] for t in other] != [t.extra["order"] for t in tasks]
 
 
-def test_an_image_tag_in_a_question_is_no_picture(tmp_path: Path) -> None:
+def test_an_image_tag_in_a_question_is_no_image(tmp_path: Path) -> None:
     (task,) = made(tmp_path, "mmstar", [{**MMSTAR, "question": "<image>Which?"}])
     assert len(task.images) == 1 and task.messages[0].text.startswith("Which?")
 
@@ -221,7 +221,7 @@ def test_a_folder_is_read_in_the_order_of_its_files(tmp_path: Path) -> None:
     [
         ("mathvista", {**MATHVISTA, "answer": "13 cm"}, "row 0, answer: '13 cm' is none of the choices"),
         ("mathvista", {**MATHVISTA, "question_type": "essay"}, "'essay' is neither multi_choice nor free_form"),
-        ("mathverse", {**MATHVERSE, "image": None}, "row 0: there is no picture in image"),
+        ("mathverse", {**MATHVERSE, "image": None}, "row 0: there is no image in image"),
         ("mathverse", {**MATHVERSE, "question_type": "x"}, "'x' is neither multi-choice nor free-form"),
         ("chartqa", {**CHARTQA, "type": None}, "who asked, human or augmented"),
         ("chartqa", {**CHARTQA, "answer": None}, "row 0, answer: expected a text or a list of one, got None"),

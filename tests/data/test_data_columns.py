@@ -36,7 +36,7 @@ def test_a_problem_with_tags_as_easyr1_has_it(tmp_path: Path) -> None:
     assert (task.answer, task.data_source, task.id) == ("13", "theirs", "theirs/0")
 
 
-def test_one_picture_and_a_question_without_tags(tmp_path: Path) -> None:
+def test_one_image_and_a_question_without_tags(tmp_path: Path) -> None:
     row = {"image": {"bytes": A}, "question": "How many?", "label": 4, "data_source": "counting"}
     (task,) = opened(tmp_path, [row], prompt="question", images="image", answer="label")
     (message,) = task.messages
@@ -44,7 +44,7 @@ def test_one_picture_and_a_question_without_tags(tmp_path: Path) -> None:
     assert (task.answer, task.data_source) == ("4", "counting")
 
 
-def test_messages_without_tags_get_pictures_after_the_system(tmp_path: Path) -> None:
+def test_messages_without_tags_get_images_after_the_system(tmp_path: Path) -> None:
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which?"}]
     row = {"chat": said, "images": [{"bytes": A}, {"bytes": B}], "reward_model": {"ground_truth": "up"}}
     (task,) = opened(tmp_path, [row], prompt="chat")
@@ -52,12 +52,12 @@ def test_messages_without_tags_get_pictures_after_the_system(tmp_path: Path) -> 
     assert task.messages[1].parts[2] == "Which?" and task.answer == "up"
 
 
-def test_without_pictures(tmp_path: Path) -> None:
+def test_without_images(tmp_path: Path) -> None:
     (task,) = opened(tmp_path, [{"problem": "1 + 1?", "answer": 2}], prompt="problem", answer="answer")
     assert task.messages == (Message("user", ("1 + 1?",)),) and task.answer == "2"
 
 
-def test_some_rows_have_no_picture(tmp_path: Path) -> None:
+def test_some_rows_have_no_image(tmp_path: Path) -> None:
     rows = [{"image": {"bytes": A}, "question": "?", "label": 1}, {"image": None, "question": "1 + 1?", "label": 2}]
     first, second = opened(tmp_path, rows, prompt="question", images="image", answer="label")
     assert len(first.images) == 1 and second.messages == (Message("user", ("1 + 1?",)),)

@@ -45,7 +45,7 @@ def test_the_report_counts_every_row(converted: tuple[dict, dict[str, Task]]) ->
     assert held_out == {"geometry3k": 2, "math_vision": 8, "mathverse": 2}
 
 
-def test_answers_and_pictures_are_the_published_ones(converted: tuple[dict, dict[str, Task]]) -> None:
+def test_answers_and_images_are_the_published_ones(converted: tuple[dict, dict[str, Task]]) -> None:
     modes: Counter[str] = Counter()
     for name, task in converted[1].items():
         problem = PROBLEMS[name]

@@ -20,7 +20,7 @@ from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.types import DataError, Image
 
 EXIF = Path(__file__).parent.parent / "assets" / "exif"
-# A picture with no symmetry: what an upright viewer sees.
+# An image with no symmetry: what an upright viewer sees.
 UPRIGHT = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 10
 
 
@@ -37,7 +37,7 @@ def test_rgb_pixels_are_kept_and_read_only() -> None:
         image.rgb[0, 0] = 1
 
 
-# EXIF: what was stored, in terms of the upright picture (the standard's table of "row 0 is ..., column 0 is ...").
+# EXIF: what was stored, in terms of the upright image (the standard's table of "row 0 is ..., column 0 is ...").
 STORED = {
     1: lambda a: a,
     2: lambda a: a[:, ::-1],
@@ -203,7 +203,7 @@ def test_decompression_bombs_are_refused_before_decoding(monkeypatch: pytest.Mon
         from_pil(PIL.Image.fromarray(UPRIGHT))
 
 
-def test_a_picture_without_pixels() -> None:
+def test_an_image_without_pixels() -> None:
     with pytest.raises(DataError, match="tool result: the image has 0x4 pixels"):
         from_pil(PIL.Image.new("RGB", (0, 4)), "tool result")
 
@@ -269,17 +269,17 @@ NARROW = (4_000_000, 16)
 
 
 @pytest.mark.parametrize("size", [NARROW, NARROW[::-1], (1, 120_000)])
-def test_pictures_whose_white_would_fill_the_memory_are_refused(size: tuple[int, int]) -> None:
+def test_images_whose_white_would_fill_the_memory_are_refused(size: tuple[int, int]) -> None:
     with pytest.raises(DataError, match=r"row 5: the image has \d+x\d+ pixels, too narrow: .* cut it into parts"):
         decode_image(bomb(*size), "row 5")
-    picture = Image(np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (size[1], size[0], 3)))
-    for use in (lambda: to_image(picture, "game"), lambda: ImageProcessor().describe(picture)):
+    image = Image(np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (size[1], size[0], 3)))
+    for use in (lambda: to_image(image, "game"), lambda: ImageProcessor().describe(image)):
         with pytest.raises(DataError, match="too narrow"):
             use()
     assert from_pil(PIL.Image.new("L", (100_000, 16))).size == (100_000, 16)  # 50 million with its white
 
 
-def test_pictures_of_other_kinds() -> None:
+def test_images_of_other_kinds() -> None:
     image = Image(UPRIGHT.copy())
     assert to_image(image, "x") is image
     array = UPRIGHT.copy()
@@ -288,7 +288,7 @@ def test_pictures_of_other_kinds() -> None:
     assert copied == image == to_image(PIL.Image.fromarray(UPRIGHT), "x")
     for wrong in (None, "a.png", UPRIGHT[0], UPRIGHT.astype(float), UPRIGHT[..., :2]):
         with pytest.raises(
-            DataError, match="game: a picture is an Image, a uint8 array .*, not (NoneType|str|uint8|flo)"
+            DataError, match="game: an image is an Image, a uint8 array .*, not (NoneType|str|uint8|flo)"
         ):
             to_image(wrong, "game")
     with pytest.raises(DataError, match="game: the image has 0x4 pixels"):

@@ -41,7 +41,7 @@ def noise(width: int, height: int, seed: int = 0) -> Image:
 
 
 def assert_equal(ours: ImageProcessor, image: Image, seen: np.ndarray) -> None:
-    """`seen` is what transformers is given: the same picture, or the same padded with white."""
+    """`seen` is what transformers is given: the same image, or the same padded with white."""
     expected = theirs(ours)(images=[seen], return_tensors="pt", input_data_format="channels_last")
     described = ours.describe(image)
     assert [list(described.grid)] == expected["image_grid_thw"].tolist()
@@ -111,7 +111,7 @@ def test_patch_values_by_hand() -> None:
     assert (values == -1).sum() == values.numel() - 4
 
 
-def test_a_56_pixel_picture_is_four_tokens_and_limits_bound_the_area() -> None:
+def test_a_56_pixel_image_is_four_tokens_and_limits_bound_the_area() -> None:
     assert QWEN25.describe(noise(56, 56)) == ImageInput(noise(56, 56), (1, 4, 4), 4)
     rows, columns = QWEN25_SMALL.describe(noise(400, 300)).grid[1:]
     assert rows * columns * 14 * 14 <= 28 * 28 * 12 and columns > rows
@@ -131,7 +131,7 @@ def test_pixels_are_encoded_once_for_equal_content() -> None:
 
 
 def test_the_cache_is_bounded_least_recently_used_first_and_keeps_no_image() -> None:
-    one = 16 * 3 * 2 * 14 * 14 * 4  # bytes of a 56x56 picture
+    one = 16 * 3 * 2 * 14 * 14 * 4  # bytes of a 56x56 image
     ours = ImageProcessor(cache_bytes=2 * one)
     a, b, c = (noise(56, 56, seed) for seed in range(3))
     tensor_a, tensor_b = ours.patches(ours.describe(a)), ours.patches(ours.describe(b))
@@ -146,13 +146,13 @@ def test_the_cache_is_bounded_least_recently_used_first_and_keeps_no_image() -> 
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1000])
-def test_a_picture_larger_than_the_cache_is_not_kept(cache_bytes: int) -> None:
+def test_an_image_larger_than_the_cache_is_not_kept(cache_bytes: int) -> None:
     ours = ImageProcessor(cache_bytes=cache_bytes)
     described = ours.describe(noise(56, 56))
     assert torch.equal(ours.patches(described), ours.patches(described)) and not ours._cache
 
 
-def test_memory_stays_flat_over_many_large_pictures() -> None:
+def test_memory_stays_flat_over_many_large_images() -> None:
     ours = ImageProcessor(max_pixels=28 * 28 * 64, cache_bytes=4 << 20)
     refs = []
     for seed in range(64):

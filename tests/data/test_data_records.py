@@ -32,7 +32,7 @@ def png(level: int) -> bytes:
     return file.getvalue()
 
 
-def picture(level: int) -> Image:
+def an_image(level: int) -> Image:
     return Image(np.full((2, 2, 3), level, np.uint8))
 
 
@@ -54,7 +54,7 @@ def content(value: Any, **changes: Any) -> dict[str, Any]:
 def test_a_row_of_verls_schema(tmp_path: Path) -> None:
     task = task_from_record(row(), WHERE, tmp_path)
     assert task.id == WHERE and task.answer == "13" and task.data_source == "geo"
-    assert task.messages == (Message("user", (picture(1), "Find x.")),)
+    assert task.messages == (Message("user", (an_image(1), "Find x.")),)
     assert task.extra == {"split": "train", "index": 3}
 
 
@@ -68,9 +68,9 @@ def test_tags_take_images_in_order_across_messages(tmp_path: Path) -> None:
     task = task_from_record(row(prompt=prompt, images=[{"bytes": png(k)} for k in (1, 2, 3)]), WHERE, tmp_path)
     assert [message.parts for message in task.messages] == [
         ("Look well.",),
-        ("a", picture(1), "b", picture(2)),
+        ("a", an_image(1), "b", an_image(2)),
         ("seen",),
-        (picture(3), "and\n"),
+        (an_image(3), "and\n"),
     ]
     swapped = task_from_record(row(prompt=prompt, images=[{"bytes": png(k)} for k in (2, 1, 3)]), WHERE, tmp_path)
     assert swapped.messages != task.messages
@@ -82,9 +82,9 @@ def test_every_way_to_give_an_image(tmp_path: Path) -> None:
     text = base64.b64encode(png(7)).decode()  # as JSON lines have it
     written = [{"bytes": text}, f"data:image/png;base64,{text}", {"path": f"data:image/png;base64,{text}"}]
     for image in (png(7), "a.png", {"path": "a.png"}, both, no_bytes, *written):
-        assert task_from_record(row(images=[image]), WHERE, tmp_path).images == (picture(7),)
+        assert task_from_record(row(images=[image]), WHERE, tmp_path).images == (an_image(7),)
         inline = content([{"type": "image", "image": image}, {"type": "text", "text": "q", "image": None}], images=None)
-        assert task_from_record(inline, WHERE, tmp_path).messages[0].parts == (picture(7), "q")
+        assert task_from_record(inline, WHERE, tmp_path).messages[0].parts == (an_image(7), "q")
 
 
 def test_literal_tags_stay_text_in_parts_and_answers(tmp_path: Path) -> None:
@@ -200,8 +200,8 @@ BAD = {
     "thought": (message(reasoning_content="hm"), r"prompt\[0\].reasoning_content: write it into its content"),
     "name": (message(name="Ann"), r"prompt\[0\].name: nothing uses it, only role and content; rename or remove"),
     "weight": (message(weight=0), r"prompt\[0\].weight: nothing uses it"),
-    "limit of a part": (part(max_pixels=50176), r"content\[0\].max_pixels: pictures have no limits of their own"),
-    "side of a part": (part(resized_width=280), r"content\[0\].resized_width: pictures have no limits"),
+    "limit of a part": (part(max_pixels=50176), r"content\[0\].max_pixels: images have no limits of their own"),
+    "side of a part": (part(resized_width=280), r"content\[0\].resized_width: images have no limits"),
     "key of a part": (part(detail="low"), r"content\[0\].detail: nothing uses it, only type and image; rename"),
     "text of an image part": (part(text="Look!"), r"content\[0\].text: nothing uses it, only type and image"),
     "image of a text part": (
@@ -210,7 +210,7 @@ BAD = {
     ),
     "limit of an image": (
         row(images=[{"bytes": png(1), "min_pixels": 9}]),
-        r"images\[0\].min_pixels: pictures have no",
+        r"images\[0\].min_pixels: images have no",
     ),
     "key of an image": (row(images=[{"bytes": png(1), "caption": "x"}]), r"images\[0\].caption: nothing uses it, only"),
     "tools": (
@@ -243,7 +243,7 @@ def test_keys_that_say_nothing_are_no_loss(tmp_path: Path) -> None:
     extra = {"need_tools_kwargs": False, "tools_kwargs": {"zoom": {"create_kwargs": None}}, "index": 3}
     images = [{"bytes": png(1), "path": None, **limits}]
     record = row(prompt=prompt, images=images, extra_info=extra, tools=[], videos=None, image=None)
-    assert task_from_record(record, WHERE, tmp_path).messages == (Message("user", (picture(1),)),)
+    assert task_from_record(record, WHERE, tmp_path).messages == (Message("user", (an_image(1),)),)
 
 
 KEYS = strategies.sampled_from(
@@ -309,7 +309,7 @@ def test_containers_give_any_row_in_any_order(kind: str, tmp_path: Path) -> None
     assert len(tasks) == len(read_records(path)) == 10
     for k in (9, 0, 4, 3, 9):
         task = tasks[k]
-        assert task.answer == str(k) and task.images == (picture(1),)
+        assert task.answer == str(k) and task.images == (an_image(1),)
         assert task.id == ("train/four" if k == 4 else f"train/{k}")
     assert tasks.records.where(2) == f"{path.name} row 2"
     for outside in (10, -1):

@@ -29,7 +29,7 @@ PORTRAIT = ROOT / "tests/assets/exif/Portrait_6.jpg"
 
 
 def noise(folder: Path, count: int, side: int = 60, seed: int = 0) -> list[Path]:
-    """Different small pictures."""
+    """Different small images."""
     files = []
     for number in range(count):
         pixels = np.random.default_rng([seed, number]).integers(0, 256, (side, side, 3), dtype=np.uint8)
@@ -53,9 +53,9 @@ def all_rows(out: Path) -> list[dict[str, Any]]:
 
 def stored(row: dict[str, Any]) -> np.ndarray:
     """float [side, side, 3], decoded by Pillow alone."""
-    with PIL.Image.open(io.BytesIO(row["images"][0]["bytes"])) as picture:
-        assert picture.format == "PNG" and not picture.getexif()
-        return np.asarray(picture).astype(float)
+    with PIL.Image.open(io.BytesIO(row["images"][0]["bytes"])) as image:
+        assert image.format == "PNG" and not image.getexif()
+        return np.asarray(image).astype(float)
 
 
 def in_circle(side: int) -> np.ndarray:
@@ -79,7 +79,7 @@ def upright(photo: PIL.Image.Image, side: int, canvas: int) -> np.ndarray:
     return np.asarray(photo.convert("RGB").resize((side, side), PIL.Image.Resampling.BICUBIC, box)).astype(float)
 
 
-def test_the_rotate_tool_turns_every_picture_back_by_its_answer(tmp_path: Path) -> None:
+def test_the_rotate_tool_turns_every_image_back_by_its_answer(tmp_path: Path) -> None:
     """84 pixels of a canvas of 84 + 2 * ceil(0.41421 * 42 + 1) = 122, inside the inscribed circle."""
     assert make(PHOTOS, tmp_path, size=84, per_photo=6).rows == {"train": 18, "test": 6}
     circle = in_circle(84)
@@ -112,24 +112,24 @@ def test_turned_clockwise_about_the_middle_by_the_formula(angle: float, size: tu
     """56 pixels of a canvas of 56 + 2 * ceil(0.41421 * 28 + 1) = 82, from 164 pixels of the photo: 2 each."""
     y, x = np.mgrid[: size[1], : size[0]] + 0.5
     grey = np.rint(wave(x - size[0] / 2, y - size[1] / 2)).astype(np.uint8)
-    picture = turned(Image(np.repeat(grey[:, :, None], 3, axis=2)), angle, 56).rgb.astype(float)
+    image = turned(Image(np.repeat(grey[:, :, None], 3, axis=2)), angle, 56).rgb.astype(float)
     v, u = 2 * (np.mgrid[:56, :56] + 0.5 - 28)
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
     expected = wave(u * cos + v * sin, v * cos - u * sin)  # a point of the photo that a clockwise turn takes to (u, v)
-    assert np.abs(picture[:, :, 0] - expected).max() < 4
+    assert np.abs(image[:, :, 0] - expected).max() < 4
     if abs(sin) > 0.2:  # without a turn, and after a half one, both ways are one
         the_other_way = wave(u * cos - v * sin, v * cos + u * sin)
-        assert np.abs(picture[:, :, 0] - the_other_way).max() > 4
+        assert np.abs(image[:, :, 0] - the_other_way).max() > 4
 
 
 @given(st.floats(0, 360), st.integers(45, 400), st.integers(45, 400), st.integers(28, 200))
 @settings(max_examples=50, deadline=None)
 def test_no_corner_and_no_size_tells_the_angle(angle: float, width: int, height: int, size: int) -> None:
     white = Image(np.full((height, width, 3), 255, np.uint8))
-    picture = turned(white, angle, size)
-    assert picture.rgb.min() == 255, "what the photo does not show would be black"
-    side, shorter = picture.size[0], min(width, height)
-    assert picture.size == (side, side) == turned(white, 0, size).size
+    image = turned(white, angle, size)
+    assert image.rgb.min() == 255, "what the photo does not show would be black"
+    side, shorter = image.size[0], min(width, height)
+    assert image.size == (side, side) == turned(white, 0, size).size
     assert side <= size and side * math.sqrt(2) + 2 <= shorter, "the corners fit, and nothing was enlarged"
     assert side == size or (side + 1) * math.sqrt(2) + 6 > shorter, "as large as it can be"
 
@@ -151,8 +151,8 @@ def test_quarter_turns_are_exact(tmp_path: Path) -> None:
         by_photo.setdefault(row["extra_info"]["photo"], {})[int(quarter)] = stored(row)
     assert len(by_photo) == 4 and {quarter for photo in by_photo.values() for quarter in photo} == {0, 1, 2, 3}
     for quarters in by_photo.values():
-        restored = [np.rot90(picture, quarter) for quarter, picture in quarters.items()]  # numpy: counter-clockwise
-        assert all(np.array_equal(picture, restored[0]) for picture in restored)
+        restored = [np.rot90(image, quarter) for quarter, image in quarters.items()]  # numpy: counter-clockwise
+        assert all(np.array_equal(image, restored[0]) for image in restored)
 
 
 def test_continuous_angles_are_spread_evenly(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_the_arrow_points_where_the_answer_says(seed: int, index: int) -> None:
 @given(index=st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
 def test_the_photos_top_is_where_the_answer_says(index: int) -> None:
-    """A picture with a bright top half; mirrored or not, its top stays its top."""
+    """An image with a bright top half; mirrored or not, its top stays its top."""
     rgb = np.full((160, 160, 3), 40, np.uint8)
     rgb[:80] = 160
     task = photo_task(0, index, [Image(rgb)])
@@ -126,7 +126,7 @@ def test_half_of_the_photos_are_mirrored_before_turning() -> None:
 
 
 def test_crops_are_between_112_and_160_of_160_pixels() -> None:
-    """On a picture that is a ramp from left to right, the range of levels tells the width of the crop."""
+    """On an image that is a ramp from left to right, the range of levels tells the width of the crop."""
     ramp = np.broadcast_to(np.arange(160, dtype=np.uint8)[None, :, None], (160, 160, 3)).copy()
     widths = []
     for index in range(150):

@@ -62,6 +62,6 @@ def headings(text: str) -> set[str]:
 
 
 def links(text: str) -> list[str]:
-    """Targets of links and pictures that stand in the repository."""
+    """Targets of links and images that stand in the repository."""
     found = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text))
     return [target for target in found if "://" not in target]

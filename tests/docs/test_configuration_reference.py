@@ -32,9 +32,9 @@ def test_every_key_is_in_it_and_described() -> None:
 def test_values_defaults_and_limits_are_those_of_the_schema() -> None:
     """A few rows, written by hand from npu_vlrl/config."""
     for row in (
-        "| `rollout.group_size` | whole number ≥ 1 | `4` | Trajectories a task. |",
+        "| `rollout.group_size` | whole number ≥ 1 | `4` | Number of trajectories a task. |",
         "| `run.if_exists` | `raise`, `resume` | `raise` |",
-        "| `optim.betas` | number ≥ 0, < 1 and number ≥ 0, < 1 | `[0.9, 0.999]` | Of AdamW. |",
+        "| `optim.betas` | number ≥ 0, < 1 and number ≥ 0, < 1 | `[0.9, 0.999]` | Moment coefficients of AdamW. |",
         "| `model.path` | text | — |",
         "| `model.max_pixels` | whole number ≥ 1, `null` | `null` |",
         "| `environment.separator` | text of at least 1 character | `','` |",

@@ -139,11 +139,11 @@ def test_mistakes_are_refused(run: Path, tmp_path: Path) -> None:
     assert "has no recorded step below train.steps=3" in refused("--debug-train-only", broken)
 
 
-def test_a_picture_that_was_changed_is_noticed(run: Path, tmp_path: Path) -> None:
+def test_an_image_that_was_changed_is_noticed(run: Path, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     (copied / "images").mkdir(parents=True)
     (copied / "trajectories.jsonl").symlink_to(run / "trajectories.jsonl")
     for file in (run / "images").iterdir():
         Pillow.new("RGB", Pillow.open(file).size, "white").save(copied / "images" / file.name)
-    with pytest.raises(DataError, match="is not the picture that was recorded"):
+    with pytest.raises(DataError, match="is not the image that was recorded"):
         list(Recorded(copied, special_of(run), 2).steps())

@@ -63,7 +63,10 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     unknown = program("estimate", *READY, "--device", "TPU").refused()
     assert unknown.startswith("--device: 'TPU' names no of the devices") and "H200" in unknown
     assert "names 3 of the devices" in program("estimate", *READY, "--device", "A100").refused()
-    assert "--picture 5: write width and height" in program("estimate", *READY, "--picture", "5").refused()
+    assert "--image 5: write width and height" in program("estimate", *READY, "--image", "5").refused()
+    assert (
+        "--picture is now --image; write --image 64x48" in program("estimate", *READY, "--picture", "64x48").refused()
+    )
     assert "--turns must be at least 1" in program("estimate", *READY, "--turns", "0").refused()
     missing = program("estimate", *READY, "model.path=/no/model").refused()
     assert "/no/model has no config.json" in missing and "Qwen3-VL-8B-Instruct" in missing

@@ -79,16 +79,16 @@ def gaps(run: Path, folder: Path, model: Any) -> list[float]:
         if not record["id"].startswith("final"):
             continue
         ids: list[int] = []
-        pictures: list[Any] = []
+        images: list[Any] = []
         for turn in record["turns"]:
             assert turn["continues"] or not ids
             for segment in turn["new_context"]:
                 ids += segment["token_ids"]
-                pictures += [Pillow.open(run / "images" / f"{i['hash']}.png") for i in segment.get("images", [])]
+                images += [Pillow.open(run / "images" / f"{i['hash']}.png") for i in segment.get("images", [])]
             start = len(ids)
             ids += turn["action"]["token_ids"]
             inputs = torch.tensor([ids])
-            seen = processor(images=pictures, return_tensors="pt") if pictures else {}
+            seen = processor(images=images, return_tensors="pt") if images else {}
             types = (inputs == config["image_token_id"]).long()
             logits = model(input_ids=inputs, mm_token_type_ids=types, **seen).logits[0].float()
             logits[:, forbidden] = -math.inf
@@ -101,7 +101,7 @@ def gaps(run: Path, folder: Path, model: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", ["whole", "qwen3_vl", "lora"])
 def test_it_says_what_the_run_said_at_its_end(runs: Runs, tmp_path: Path, name: str) -> None:
-    """The engine recorded its logprobs, of words and of pictures; the run limits these to two patches."""
+    """The engine recorded its logprobs, of words and of images; the run limits these to two patches."""
     run = runs(name)
     done = program("export", run, "--out", tmp_path / "out")
     assert done.code == 0, done.err
@@ -268,19 +268,19 @@ def test_the_documented_commands(runs: Runs, tmp_path: Path, monkeypatch: pytest
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "mine-rl", "mine-2", "mine-lora"}
 
 
-# --- pictures, places, refusals --------------------------------------------------------------------------------------
+# --- images, places, refusals --------------------------------------------------------------------------------------
 
 
-def test_pictures_have_the_size_that_the_run_gave_them(runs: Runs, tmp_path: Path) -> None:
+def test_images_have_the_size_that_the_run_gave_them(runs: Runs, tmp_path: Path) -> None:
     run = runs("whole")
     program("export", run, "--out", tmp_path / "out")
-    picture = Image(torch.randint(0, 256, (112, 56, 3), dtype=torch.uint8).numpy())
+    image = Image(torch.randint(0, 256, (112, 56, 3), dtype=torch.uint8).numpy())
     grids = {}
     for name, folder in (("base", Path(small_model(run))), ("export", tmp_path / "out")):
         plain = Qwen2VLImageProcessorPil.from_pretrained(folder)
-        grids[name] = plain(images=[Pillow.fromarray(picture.rgb)], return_tensors="pt")["image_grid_thw"][0].tolist()
+        grids[name] = plain(images=[Pillow.fromarray(image.rgb)], return_tensors="pt")["image_grid_thw"][0].tolist()
         ours = ImageProcessor.from_folder(folder)
-        assert ours is not None and list(ours.describe(picture).grid) == grids[name]
+        assert ours is not None and list(ours.describe(image).grid) == grids[name]
     assert grids["base"] == [1, 8, 4] and math.prod(grids["export"]) <= 2 * 4
 
 

@@ -229,7 +229,7 @@ def checked(tmp_path: Path, file: Path, *words: str, **changes: Any) -> Outcome:
 
 
 def test_data_check_names_every_bad_row_before_a_training(tmp_path: Path, folder: Path) -> None:
-    """A picture of 28x28 pixels is one token, the placeholder that the template writes."""
+    """An image of 28x28 pixels is one token, the placeholder that the template writes."""
     found = checked(tmp_path, folder / "bad.parquet", max_skip_share=0.3)
     told = found.out.splitlines()
     assert told[0] == f"data.train ({folder / 'bad.parquet'}): 24 rows, 17 usable"
@@ -238,7 +238,7 @@ def test_data_check_names_every_bad_row_before_a_training(tmp_path: Path, folder
     ids = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)["input_ids"]
     n = len(ids)
     assert told[1] == f"  prompt: {n} to {n} tokens, median {n}, of workflow.context_tokens=4096"
-    assert told[2:4] == ["  pictures in a prompt: 1 to 1", "  kinds: made 17"]
+    assert told[2:4] == ["  images in a prompt: 1 to 1", "  kinds: made 17"]
     for line, (number, (reason, _)) in zip(told[4:11], BAD.items(), strict=True):
         assert line.startswith(f"  bad.parquet row {number}, {reason}")
     assert told[11] == f"data.eval ({folder / 'good.parquet'}): 4 rows, 4 usable"

@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 TASKS, ANSWERS = 5, 4
 STEP = VisualQA.step
 SCORES = {"/acc": 50.0, "/acc+": 0.0, "": 50.0}
-"""Of MME, for one who always says yes: that is right for one of the two questions about a picture."""
+"""Of MME, for one who always says yes: that is right for one of the two questions about an image."""
 FILES = ("trajectories.jsonl", "evaluation.json", "metrics.jsonl")
 
 

@@ -71,7 +71,7 @@ def test_geo3k_from_conversion_to_resume(tmp_path: Path) -> None:
 
 
 def check_records(run: Path, files: dict[str, list[dict[str, Any]]]) -> None:
-    """Real tasks with pictures of every mode were trained on, and every picture named is there with its pixels."""
+    """Real tasks with images of every mode were trained on, and every image named is there with its pixels."""
     episodes = records(run, "trajectories.jsonl")
     played = [episode for episode in episodes if episode["group"].startswith("step")]
     assert Counter(e["step"] for e in played) == {0: 8, 1: 8, 2: 8}
@@ -84,8 +84,8 @@ def check_records(run: Path, files: dict[str, list[dict[str, Any]]]) -> None:
     named = {image["hash"] for segment in segments for image in segment.get("images", [])}
     assert named == {file.stem for file in (run / "images").iterdir()}
     for name in named:
-        with Pillow.open(run / "images" / f"{name}.png") as picture:
-            assert Image(np.array(picture)).hash == name
+        with Pillow.open(run / "images" / f"{name}.png") as image:
+            assert Image(np.array(image)).hash == name
     for episode in played:
         assert [t["continues"] for t in episode["turns"]] == [True] * len(episode["turns"])
         assert {v for t in episode["turns"] for v in t["action"]["weight_versions"]} == {episode["step"]}
@@ -122,8 +122,8 @@ def test_a_text_model_is_the_case_without_images(tmp_path: Path) -> None:
     (step,) = [m for m in records(tmp_path / "r", "metrics.jsonl") if "failed_groups" in m]
     assert (step["failed_groups"], step["images_encoded"]) == (1, 0) and step["logprob_gap"] < 1e-4
     assert "step 0: rows/2: chat template" in done.out and "text-only model" in done.out
-    pictures = parquet(tmp_path / "pictures.parquet", [row(i) for i in range(4)])
-    refused = program(*arguments, f"data.train.path={pictures}", "--run-dir", tmp_path / "q")
+    images = parquet(tmp_path / "images.parquet", [row(i) for i in range(4)])
+    refused = program(*arguments, f"data.train.path={images}", "--run-dir", tmp_path / "q")
     assert refused.code == 1
     assert "choose a vision-language model or data without images" in refused.err
 

@@ -82,14 +82,14 @@ COVERED = {
     ],
     "odd shapes": [
         "data/test_data_processor.py::test_shapes_over_200_are_padded_with_white",
-        f"{HERE}::test_a_run_on_pictures_of_every_kind",
+        f"{HERE}::test_a_run_on_images_of_every_kind",
     ],
     "EXIF orientation": [f"{IMAGES}::test_exif_orientations_come_out_upright"],
     "modes, animations and damaged files": [
         f"{IMAGES}::test_transparency_lies_on_white",
         f"{IMAGES}::test_sixteen_bits_are_scaled_not_clipped",
         f"{IMAGES}::test_decompression_bombs_are_refused_before_decoding",
-        f"{HERE}::test_a_run_on_pictures_of_every_kind",
+        f"{HERE}::test_a_run_on_images_of_every_kind",
     ],
     # tokens and masks
     "ids that would be encoded otherwise": [f"{APPEND}::test_sampled_ids_are_kept_whatever_they_are"],
@@ -174,7 +174,7 @@ COVERED = {
     "killed while writing a record": ["report/test_run_folder.py::test_rewind_drops_a_line_that_a_crash_cut_off"],
     "memory stays flat over steps": [
         f"{HERE}::test_live_images_stay_flat_over_steps",
-        "data/test_data_processor.py::test_memory_stays_flat_over_many_large_pictures",
+        "data/test_data_processor.py::test_memory_stays_flat_over_many_large_images",
     ],
     "a frozen tower": [
         "model/test_model_load.py::test_a_frozen_tower",
@@ -246,9 +246,9 @@ def test_three_turns_are_trained_and_nothing_else() -> None:
     assert len(sample.trained) == 3
 
 
-def saved(picture: PIL.Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+def saved(image: PIL.Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -256,7 +256,7 @@ def noise(width: int, height: int) -> PIL.Image.Image:
     return PIL.Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def test_a_run_on_pictures_of_every_kind(tmp_path: Path) -> None:
+def test_a_run_on_images_of_every_kind(tmp_path: Path) -> None:
     """Every one that can be decoded is trained on; the others are refused by row; the run goes on."""
     photo = noise(40, 30)
     palette = photo.quantize(16)

@@ -1,4 +1,4 @@
-"""`npu-vlrl play` as a person uses it: scripted input, files of pictures, a terminal."""
+"""`npu-vlrl play` as a person uses it: scripted input, files of images, a terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rewards(out: str) -> list[float]:
     return [float(number) for number in re.findall(r"^reward (\S+)", out, re.MULTILINE)]
 
 
-def picture(file: Path) -> np.ndarray:
+def pixels_of(file: Path) -> np.ndarray:
     return np.asarray(PIL.Image.open(file))
 
 
@@ -65,7 +65,7 @@ def test_a_game_from_start_to_end(play: Play, tmp_path: Path) -> None:
     folder = tmp_path / "seen"
     assert answers[0].splitlines()[1:] == [
         "Done: Down, Down.",
-        f"(picture of 112x112 pixels: {folder / 'turn-001.png'})",
+        f"(image of 112x112 pixels: {folder / 'turn-001.png'})",
         "reward 0.5 (step 0, goal 0, hole 0, format 0.5)",
     ]
     assert answers[2].splitlines()[1:] == ["....", ".O.O", "P..O", "O..G"]
@@ -81,7 +81,7 @@ def test_a_game_from_start_to_end(play: Play, tmp_path: Path) -> None:
     for number, actions in enumerate(["", "Down Down", "Right Down Right", "Right"]):
         for action in actions.split():
             game.act(action)
-        assert (picture(folder / f"turn-00{number}.png") == game.picture().rgb).all()
+        assert (pixels_of(folder / f"turn-00{number}.png") == game.picture().rgb).all()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_how_an_episode_may_end(play: Play, typed: str, end: str, earned: list[f
     done = play(typed, *LAKE)
     assert (done.code, done.err, rewards(done.out)) == (0, "", earned)
     assert f"\nend: {end}" in done.out
-    assert "(picture of 112x112 pixels)" in done.out and "\x1b" not in done.out
+    assert "(image of 112x112 pixels)" in done.out and "\x1b" not in done.out
 
 
 def test_a_configuration_gives_the_tasks_and_limits_of_its_training(play: Play, tmp_path: Path) -> None:
@@ -135,11 +135,11 @@ def test_questions_are_judged_and_tools_called_as_in_training(play: Play, tmp_pa
     assert (done.code, done.err) == (0, "")
     assert "You can call these tools" in done.out and task.messages[0].text in done.out
     assert f"the right answer is {task.answer!r}\n> /state\nnot known\n" in done.out
-    assert f"Image 1 is what you see.\n(picture of 56x56 pixels: {tmp_path / 'turn-001.png'})" in done.out
+    assert f"Image 1 is what you see.\n(image of 56x56 pixels: {tmp_path / 'turn-001.png'})" in done.out
     assert done.out.count("No.\n") == 1  # the last answer is right
     assert done.out.endswith("\nend: solved, turns 3, reward 1.4 (tools 0.3, accuracy 0.9, format 0.2)\n")
-    assert (picture(tmp_path / "turn-000.png") == task.images[0].rgb).all()
-    assert (picture(tmp_path / "turn-001.png") == task.extra["hidden_image"].rgb).all()
+    assert (pixels_of(tmp_path / "turn-000.png") == task.images[0].rgb).all()
+    assert (pixels_of(tmp_path / "turn-001.png") == task.extra["hidden_image"].rgb).all()
 
 
 def test_boxes_are_in_the_pixels_that_the_configured_model_sees(play: Play, tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_boxes_are_in_the_pixels_that_the_configured_model_sees(play: Play, tmp_
     config = config_file(tmp_path, **values)
     crop = '<tool_call>{"name":"crop","arguments":{"bbox":[0,0,56,56]}}</tool_call>\n'
     small = play(crop, "--config", config).out  # the card has 28x28 stored pixels, and is seen as it is
-    assert "inside [0, 0, 28, 28]" in small and small.count("(picture") == 1
+    assert "inside [0, 0, 28, 28]" in small and small.count("(image") == 1
     large = play(crop, "--config", config, "model.min_pixels=3136").out
-    assert "[0, 0, 28, 28]" not in large and large.count("(picture of 28x28 pixels)") == 2
+    assert "[0, 0, 28, 28]" not in large and large.count("(image of 28x28 pixels)") == 2
     refused = play(crop, "--config", config, "model.min_pixels=3136", "model.max_pixels=784").refused()
     assert refused.endswith("min_pixels 3136 is above max_pixels 784")
 
@@ -209,7 +209,7 @@ SHOWN = re.compile(r"\x1b\[38;2;(\d+);(\d+);(\d+);48;2;(\d+);(\d+);(\d+)m▀")
 
 
 def read_back(shown: str) -> np.ndarray:
-    """The pixels of a picture in half blocks."""
+    """The pixels of an image in half blocks."""
     rows = []
     for line in shown.split("\n"):
         cells = np.array([list(map(int, cell)) for cell in SHOWN.findall(line)]).reshape(-1, 2, 3)
@@ -229,7 +229,7 @@ def test_half_blocks_show_every_pixel_that_fits() -> None:
         assert rows <= 48 and columns <= 80 and rows % 2 == 0
 
 
-def test_show_puts_pictures_into_any_output(play: Play) -> None:
+def test_show_puts_images_into_any_output(play: Play) -> None:
     done = play("", *LAKE, "--option", "tile=8", "--show")
     game = frozenlake.game(map=["SFFF", "FHFH", "FFFH", "HFFG"], tile=8)
     game.start(0)
@@ -255,7 +255,7 @@ def test_as_a_command_with_bytes_that_are_no_text() -> None:
     assert b"\nend: quit, turns 2, reward 0.5 (" in done.stdout
 
 
-def test_in_a_terminal_pictures_are_shown_and_ctrl_c_ends() -> None:
+def test_in_a_terminal_images_are_shown_and_ctrl_c_ends() -> None:
     main, terminal = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "npu_vlrl", "play", *LAKE],
@@ -296,7 +296,7 @@ def test_a_mistake_in_an_own_game_is_one_line(play: Play, tmp_path: Path) -> Non
         assert text != source
         (tmp_path / f"{name}.py").write_text(text)
     told = play("", "--environment", f"{tmp_path}/blind.py:game").refused()
-    assert "blind.py:game: picture(): a picture is an Image, a uint8 array [height, width, 3] or a Pillow image" in told
+    assert "blind.py:game: picture(): an image is an Image, a uint8 array [height, width, 3] or a Pillow image" in told
     later = play("Left\n", "--environment", f"{tmp_path}/broken.py:game")
     (line,) = later.err.splitlines()
     assert later.code == 2 and "broken.py:game: act('Left') raised KeyError: 'lost' (line " in line

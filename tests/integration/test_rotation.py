@@ -60,7 +60,7 @@ def test_two_steps_from_the_packaged_photos(data: Path, tmp_path: Path) -> None:
     steps = [m for m in records(run, "metrics.jsonl") if "logprob_gap" in m]
     assert [m["step"] for m in steps] == [0, 1] and max(m["logprob_gap"] for m in steps) < 1e-4
     assert {m["skipped_records"] for m in steps} == {0}
-    check_first_pictures(run, data, episodes)
+    check_first_images(run, data, episodes)
     check_numbers_of_tokens(episodes, steps)
 
 
@@ -85,15 +85,15 @@ def check_numbers_of_tokens(episodes: list[dict[str, Any]], steps: list[dict[str
     assert [np.mean(entropies[m["step"]]) for m in steps] == pytest.approx([m["entropy"] for m in steps], rel=1e-4)
 
 
-def check_first_pictures(run: Path, data: Path, episodes: list[dict[str, Any]]) -> None:
-    """The picture in the run folder is the photo, turned clockwise by the recorded answer."""
+def check_first_images(run: Path, data: Path, episodes: list[dict[str, Any]]) -> None:
+    """The image in the run folder is the photo, turned clockwise by the recorded answer."""
     names = {f"train/{row['extra_info']['id']}": row["extra_info"]["photo"] for row in _rows(data)}
     photos = dict(zip(("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg"), load_photos(), strict=True))
     played = [e for e in episodes if e["task"] in names]
     for episode in played:
         (image,) = episode["turns"][0]["new_context"][0]["images"]
-        with Pillow.open(run / "images" / f"{image['hash']}.png") as picture:
-            pixels = np.asarray(picture)
+        with Pillow.open(run / "images" / f"{image['hash']}.png") as file:
+            pixels = np.asarray(file)
         photo = photos[names[episode["task"]]]
         assert np.array_equal(pixels, turned(photo, float(episode["answer"]), 56).rgb)
         assert not np.array_equal(pixels, turned(photo, float(episode["answer"]) + 1, 56).rgb)

@@ -74,7 +74,7 @@ def test_every_number_of_the_folder_is_in_tensorboard(resumed: Path) -> None:
         np.testing.assert_allclose([v for _, v in shown], [v for _, v in points], rtol=1e-6)
 
 
-def test_configuration_pictures_and_both_ends_are_there(resumed: Path) -> None:
+def test_configuration_images_and_both_ends_are_there(resumed: Path) -> None:
     found = events(resumed)
     configs = [json.loads(config) for _, config in text(found, "config")]
     assert [config["run"]["if_exists"] for config in configs] == ["raise", "resume"]

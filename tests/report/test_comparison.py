@@ -20,13 +20,13 @@ from npu_vlrl.report.statistics import bootstrap_intervals
 from npu_vlrl.types import Task, Trajectory, Verdict
 from tests.report.test_results import LATE, RIGHT, WRONG, result
 from tests.support.program import config_file, program, records
-from tests.support.scripted import Verdicts, a_task, picture, play, workflow
+from tests.support.scripted import Verdicts, a_task, an_image, play, workflow
 
 YES, NO = Verdict(1.0, True), Verdict(0.0, False)
 
 
 def tasks(number: int = 4) -> list[Task]:
-    return [dataclasses.replace(a_task(picture(28, seed=n), f"{n}?"), id=f"t/{n}") for n in range(number)]
+    return [dataclasses.replace(a_task(an_image(28, seed=n), f"{n}?"), id=f"t/{n}") for n in range(number)]
 
 
 def evaluation(folder: Path, verdicts: list[list[list[Verdict]]], given: list[Task] | None = None) -> Path:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from npu_vlrl.report.console import ConsoleReport, printable
 from npu_vlrl.types import EpisodeStatus, Trajectory, Verdict
-from tests.support.scripted import Verdicts, a_task, cut, picture, play, workflow
+from tests.support.scripted import Verdicts, a_task, an_image, cut, play, workflow
 
 LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
 EVIL = "[bold red]x[/] \x1b[2J\x1b]0;title\x07 \u202e"
@@ -84,7 +84,7 @@ def test_letters_that_the_output_lacks_are_spelt_out(monkeypatch: pytest.MonkeyP
 
 def episode() -> Trajectory:
     settings = {"tools": ("look",), "describe_tools": False, "max_turns": 4, "turn_tokens": 50}
-    task = a_task(picture(28), "Which [b]way[/b]?", hidden_image=picture(56))
+    task = a_task(an_image(28), "Which [b]way[/b]?", hidden_image=an_image(56))
     judge = Verdicts([Verdict(0.1, False), Verdict(0.0, False, "Almost."), Verdict(1.0, True)])
     flow = workflow(judge, **settings)  # type: ignore[arg-type]
     return play(flow, [LOOK, EVIL, cut("lef"), "up"], task)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from npu_vlrl.report.dashboard import BLOCKS, PLAIN, Dashboard, outcome_line, sparkline
 from npu_vlrl.types import EpisodeStatus, Trajectory, Verdict
-from tests.support.scripted import Verdicts, a_task, picture, play, workflow
+from tests.support.scripted import Verdicts, a_task, an_image, play, workflow
 
 METRICS = {
     **{"reward": 0.5, "first_try_accuracy": 0.25, "solved": 0.75, "turns": 2.14, "tool_calls": 1.0},
@@ -25,7 +25,7 @@ METRICS = {
 
 def episode() -> Trajectory:
     judge = Verdicts([Verdict(0.1, False), Verdict(1.0, True)])
-    return play(workflow(judge), ["down 中\n", "up"], a_task(picture(28), "Which way?"))
+    return play(workflow(judge), ["down 中\n", "up"], a_task(an_image(28), "Which way?"))
 
 
 def shown(dashboard: Dashboard, width: int = 100, encoding: str = "utf-8") -> list[str]:

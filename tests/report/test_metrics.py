@@ -18,7 +18,7 @@ from npu_vlrl.report.verdicts import labelled_terms, verdict_of
 from npu_vlrl.rollout.judgements import Judgements
 from npu_vlrl.types import EpisodeStatus, JudgeError, StopReason, Trajectory, Verdict
 from npu_vlrl.workflow.export import export
-from tests.support.scripted import Verdicts, a_task, cut, encode, picture, play, workflow
+from tests.support.scripted import Verdicts, a_task, an_image, cut, encode, play, workflow
 
 LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
 RIGHT, WRONG = Verdict(1.0, True), Verdict(0.0, False)
@@ -26,7 +26,7 @@ RIGHT, WRONG = Verdict(1.0, True), Verdict(0.0, False)
 
 def episode(member: int, group: str, lines: list[Any], *verdicts: Verdict | Exception) -> Trajectory:
     settings: dict[str, Any] = {"tools": ("look",), "describe_tools": False, "max_turns": 3}
-    task = a_task(picture(28), "?", hidden_image=picture(56))
+    task = a_task(an_image(28), "?", hidden_image=an_image(56))
     done = play(workflow(Verdicts(verdicts), **settings), lines, task)
     return dataclasses.replace(done, member=member, group=group)
 
@@ -172,7 +172,7 @@ def test_the_reward_of_an_evaluation_is_the_one_that_is_trained(mode: Any, first
     The best turn alone, without discount or price, would say 1.5 and 0.2.
     """
     settings: dict[str, Any] = {"tools": ("look",), "describe_tools": False, "max_turns": 2, "tool_call_reward": -0.5}
-    task = a_task(picture(28), "?", hidden_image=picture(56))
+    task = a_task(an_image(28), "?", hidden_image=an_image(56))
     looked = play(workflow(Verdicts([Verdict(1.5, True)]), **settings), [LOOK, "up"], task)
     guessed = play(workflow(Verdicts([Verdict(0.2, False), Verdict(0.1, False)]), **settings), ["a", "a"], task)
     assert looked.turn_rewards == (-0.5, 1.5)

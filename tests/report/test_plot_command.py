@@ -37,8 +37,8 @@ def test_a_run_gives_figures_in_its_folder(run: Path) -> None:
     assert "turns: not drawn, no run has turns or eval/all/turns" in said
     files = sorted(file.name for file in (run / "plots").iterdir())
     assert files == ["overview.png", "overview.svg", "reward.png", "reward.svg"]
-    with PIL.Image.open(run / "plots" / "reward.png") as picture:
-        assert 950 <= picture.width <= 1050  # a column of 85 mm at 300 dots an inch
+    with PIL.Image.open(run / "plots" / "reward.png") as image:
+        assert 950 <= image.width <= 1050  # a column of 85 mm at 300 dots an inch
 
 
 def test_the_svg_holds_the_curve_and_its_words_as_text(run: Path) -> None:

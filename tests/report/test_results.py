@@ -20,7 +20,7 @@ from npu_vlrl.report.run_folder import trajectory_record
 from npu_vlrl.report.statistics import bootstrap_intervals
 from npu_vlrl.types import EpisodeStatus, Task, Trajectory, Verdict
 from npu_vlrl.workflow.export import outcome
-from tests.support.scripted import Verdicts, a_task, picture, play, workflow
+from tests.support.scripted import Verdicts, a_task, an_image, play, workflow
 
 LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
 RIGHT, WRONG = Answer(True, True, 1.0, 1, False, 0.0), Answer(False, False, 0.0, 3, False, 0.0)
@@ -41,7 +41,7 @@ def record(trajectory: Trajectory) -> dict[str, Any]:
 def test_an_episode_is_counted_from_its_record() -> None:
     """A tool call is a turn and no try; the reward is the one that is trained."""
     settings: dict[str, Any] = {"tools": ("look",), "describe_tools": False, "tool_call_reward": -0.5}
-    task = a_task(picture(28), "?", hidden_image=picture(56), image_type="photo", category="left", seed=3)
+    task = a_task(an_image(28), "?", hidden_image=an_image(56), image_type="photo", category="left", seed=3)
     verdicts = [Verdict(0.25, False), Verdict(1.0, True)]
     played = play(workflow(Verdicts(verdicts), max_turns=3, **settings), [LOOK, "down", "up"], task)
     for mode in ("best", "last", "sum"):
@@ -49,15 +49,15 @@ def test_an_episode_is_counted_from_its_record() -> None:
         (answer,) = found.answers
         assert answer == Answer(False, True, outcome(played, mode, 0.5), 3, False, 0.0)  # type: ignore[arg-type]
     assert (found.image_type, found.category, found.benchmark) == ("photo", "left", None)
-    assert found.image_pixels == 28 * 28  # the picture of the prompt, not that of the tool
+    assert found.image_pixels == 28 * 28  # the image of the prompt, not that of the tool
     failed = Trajectory(task, "g", 1, (), EpisodeStatus.FAILED, "too long")
     both = task_result(task, [record(failed), record(played)], "best", 1.0, patch_size=14)
-    assert both.answers[0] == FAILED and both.image_pixels == 28 * 28  # an answer that saw the picture tells
+    assert both.answers[0] == FAILED and both.image_pixels == 28 * 28  # an answer that saw the image tells
     assert task_result(task, [record(failed)], "best", 1.0, patch_size=14).image_pixels == 0
 
 
-def test_image_type_falls_back_to_the_data_source_where_there_is_a_picture() -> None:
-    seen, blind = a_task(picture(28), "?"), a_task("?")
+def test_image_type_falls_back_to_the_data_source_where_there_is_an_image() -> None:
+    seen, blind = a_task(an_image(28), "?"), a_task("?")
     played = [play(workflow(Verdicts([Verdict(1.0, True)])), ["up"], task) for task in (seen, blind)]
     found = [task_result(t.task, [record(t)], "best", 1.0, patch_size=14) for t in played]
     assert [(r.image_type, r.image_size) for r in found] == [
@@ -137,8 +137,8 @@ def test_a_summary_divides_by_every_kind() -> None:
     assert found["data_source"]["a"]["accuracy"]["mean"] == 1.0 and found["all"]["accuracy"]["mean"] == 0.5
 
 
-def test_mme_counts_questions_and_pictures() -> None:
-    """OCR: 3 of 4 questions and 1 of 2 pictures; a code picture half right; colour in no sum of its own."""
+def test_mme_counts_questions_and_images() -> None:
+    """OCR: 3 of 4 questions and 1 of 2 images; a code image half right; colour in no sum of its own."""
 
     def question(category: str, name: str, *answers: Answer) -> TaskResult:
         return result(*answers, benchmark="mme", category=category, picture=name)
@@ -178,15 +178,15 @@ def test_other_benchmarks_report_accuracies() -> None:
 
 
 def test_a_fingerprint_knows_all_that_matters() -> None:
-    task = a_task(picture(28), "?", hidden_image=picture(56), level=1)
+    task = a_task(an_image(28), "?", hidden_image=an_image(56), level=1)
     others = [
         dataclasses.replace(task, answer="other"),
         dataclasses.replace(task, extra={**task.extra, "level": 2}),
-        dataclasses.replace(task, extra={**task.extra, "hidden_image": picture(57)}),
-        a_task(picture(29), "?", hidden_image=picture(56), level=1),
-        a_task(picture(28), "!", hidden_image=picture(56), level=1),
+        dataclasses.replace(task, extra={**task.extra, "hidden_image": an_image(57)}),
+        a_task(an_image(29), "?", hidden_image=an_image(56), level=1),
+        a_task(an_image(28), "!", hidden_image=an_image(56), level=1),
     ]
-    same = a_task(picture(28), "?", level=1, hidden_image=picture(56))
+    same = a_task(an_image(28), "?", level=1, hidden_image=an_image(56))
     assert fingerprint(same) == fingerprint(task)
     assert len({fingerprint(one) for one in (task, *others)}) == 6
     assert len(fingerprint(Task("t", (), None, "game", {"seed": 3}))) == 16

@@ -17,11 +17,11 @@ from PIL import Image as Pillow
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.report.run_folder import RunFolder, trajectory_record
 from npu_vlrl.types import EpisodeStatus, Image, Trajectory, Verdict
-from tests.support.scripted import Verdicts, a_task, picture, play, workflow
+from tests.support.scripted import Verdicts, a_task, an_image, play, workflow
 
 LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
-HIDDEN = picture(56, seed=4)
-TASK = a_task(picture(28), "?", hidden_image=HIDDEN)
+HIDDEN = an_image(56, seed=4)
+TASK = a_task(an_image(28), "?", hidden_image=HIDDEN)
 
 
 def config(folder: Path, **changes: dict[str, Any]) -> Config:
@@ -141,7 +141,7 @@ def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: p
 def test_a_full_disk_leaves_no_half_of_a_file_and_is_told_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A picture that is there is never written again, and a run without its configuration cannot go on."""
+    """An image that is there is never written again, and a run without its configuration cannot go on."""
 
     def fill(path: Path, *_: Any, **__: Any) -> None:
         path.write_bytes(b"half")
@@ -173,7 +173,7 @@ def test_metrics_that_are_not_finite_become_null(tmp_path: Path) -> None:
     assert second == {"step": 1, "a": 2.5}
 
 
-def test_records_hold_every_token_and_every_picture(tmp_path: Path) -> None:
+def test_records_hold_every_token_and_every_image(tmp_path: Path) -> None:
     run = opened(tmp_path / "r")
     done = episode(Verdict(0.1, False, terms={"format": 0.1}), Verdict(1.0, True, "well"))
     run.trajectories(4, [done], {"g/0": [0.5, -1.0, float("nan")], "g/1": [9.0]})
@@ -202,25 +202,25 @@ def test_records_hold_every_token_and_every_picture(tmp_path: Path) -> None:
     assert (wrong["feedback"], right["feedback"], right["judge_error"]) == ("No. Try again.", None, None)
     shown = [image for turn in record["turns"] for s in turn["new_context"] for image in s.get("images", [])]
     assert [image["grid"] for image in shown] == [[1, 2, 2], [1, 4, 4]]
-    assert pictures_of(run) == {image["hash"] for image in shown}
+    assert image_hashes(run) == {image["hash"] for image in shown}
 
 
-def pictures_of(run: RunFolder) -> set[str]:
-    """Names of the pictures, each of whose pixels must hash to its name."""
+def image_hashes(run: RunFolder) -> set[str]:
+    """Names of the images, each of whose pixels must hash to its name."""
     names = set()
     for file in (run.path / "images").iterdir():
-        with Pillow.open(file) as picture:
-            assert Image(np.array(picture)).hash == file.stem
+        with Pillow.open(file) as stored:
+            assert Image(np.array(stored)).hash == file.stem
         names.add(file.stem)
     return names
 
 
-def test_a_picture_that_no_turn_came_to_see_is_kept_too(tmp_path: Path) -> None:
+def test_an_image_that_no_turn_came_to_see_is_kept_too(tmp_path: Path) -> None:
     run = opened(tmp_path / "r")
     done = episode(max_turns=1)
     assert done.status is EpisodeStatus.MAX_TURNS
     run.trajectories(0, [done, done], {})
-    assert pictures_of(run) == {HIDDEN.hash, picture(28).hash}
+    assert image_hashes(run) == {HIDDEN.hash, an_image(28).hash}
     first, second = lines(run, "trajectories.jsonl")
     assert first == second and first["turns"][0]["tool_results"][0]["images"] == [HIDDEN.hash]
 

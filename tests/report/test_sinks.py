@@ -19,11 +19,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.config.extras import EXTRAS
-from npu_vlrl.report.sinks import Opening, Picture, Sinks, check_installed
-from npu_vlrl.report.sinks.sinks import MOST_PICTURES, pictures_of
+from npu_vlrl.report.sinks import CaptionedImage, Opening, Sinks, check_installed
+from npu_vlrl.report.sinks.sinks import MAX_IMAGES, images_of
 from npu_vlrl.types import EpisodeStatus, Trajectory, Verdict
 from tests.support.opening import CONFIG, record
-from tests.support.scripted import Verdicts, a_task, picture, play, workflow
+from tests.support.scripted import Verdicts, a_task, an_image, play, workflow
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,8 +43,8 @@ class Noting:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._note("scalars", step, dict(values))
 
-    def pictures(self, step: int, pictures: Sequence[Picture]) -> None:
-        self._note("pictures", step, [p.caption for p in pictures])
+    def images(self, step: int, images: Sequence[CaptionedImage]) -> None:
+        self._note("images", step, [image.caption for image in images])
 
     def close(self, error: str | None) -> None:
         self._note("close", error)
@@ -70,7 +70,7 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def episode() -> Trajectory:
     settings: dict[str, Any] = {"tools": ("look",), "describe_tools": False}
     call = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
-    task = a_task(picture(28), "Which?", hidden_image=picture(56))
+    task = a_task(an_image(28), "Which?", hidden_image=an_image(56))
     return play(workflow(Verdicts([Verdict(0.75, True)]), **settings), [call, "up\n"], task)
 
 
@@ -96,7 +96,7 @@ def test_sinks_learn_how_a_run_ended(given: Any) -> None:
     assert sink.told == [("KeyError: 'gone'",)]
 
 
-@pytest.mark.parametrize("when", ["scalars", "pictures", "close"])
+@pytest.mark.parametrize("when", ["scalars", "images", "close"])
 def test_a_sink_that_fails_is_told_of_once_and_the_others_go_on(given: Any, when: str) -> None:
     bad, good = Noting(when), Noting()
     with given(bad=bad, good=good) as sinks:
@@ -129,14 +129,14 @@ def test_ids_stay_with_the_run_folder(tmp_path: Path) -> None:
     assert Opening.of(tmp_path / "run", "wandb", CONFIG, 0, False).id != first.id  # a start that failed left the file
 
 
-def test_pictures_are_what_the_model_saw() -> None:
+def test_images_are_what_the_model_saw() -> None:
     done = episode()
-    shown = pictures_of(done)
+    shown = images_of(done)
     assert [p.rgb.shape for p in shown] == [(28, 28, 3), (56, 56, 3)]
     np.testing.assert_array_equal(shown[0].rgb, done.task.images[0].rgb)
-    assert pictures_of(Trajectory(a_task("?"), "g", 0, (), EpisodeStatus.FAILED)) == []
-    task = a_task(*(picture(28, seed) for seed in range(MOST_PICTURES + 1)), "Which?")
-    assert len(pictures_of(play(workflow(Verdicts([Verdict(1.0, True)])), ["up"], task))) == MOST_PICTURES
+    assert images_of(Trajectory(a_task("?"), "g", 0, (), EpisodeStatus.FAILED)) == []
+    task = a_task(*(an_image(28, seed) for seed in range(MAX_IMAGES + 1)), "Which?")
+    assert len(images_of(play(workflow(Verdicts([Verdict(1.0, True)])), ["up"], task))) == MAX_IMAGES
 
 
 def test_a_missing_package_is_named_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

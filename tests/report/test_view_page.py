@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
-from npu_vlrl.report.view import pictures
+from npu_vlrl.report.view import run_images
 from npu_vlrl.report.view.page import ASSETS, CODE, write_page
-from npu_vlrl.report.view.pictures import Pictures
 from npu_vlrl.report.view.records import RunRecords
+from npu_vlrl.report.view.run_images import RunImages
 from tests.support.program import program
 from tests.support.viewed import SEEN, change_records, copied, record_group, run_folder
 
@@ -45,7 +45,7 @@ def unpacked(text: str) -> Any:
     return json.loads(gzip.decompress(base64.b64decode(text)))
 
 
-def test_everything_is_in_the_file_and_each_picture_once(run: Path, tmp_path: Path) -> None:
+def test_everything_is_in_the_file_and_each_image_once(run: Path, tmp_path: Path) -> None:
     page = written(run, tmp_path / "view.html")
     found = blocks(page)
     head = unpacked(found["index"])
@@ -80,24 +80,24 @@ def test_records_cannot_close_their_block(run: Path, tmp_path: Path) -> None:
     assert unpacked(blocks(page)["index"])["rows"][0][4] == HOSTILE  # it is there, in letters that mean nothing
 
 
-def test_many_bytes_of_pictures_are_packed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_bytes_of_images_are_packed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = written(run, tmp_path / "view.html")
     monkeypatch.setattr("npu_vlrl.report.view.page.PNG_BYTES", 1)
     packed = written(run, tmp_path / "view.html")
     assert len(packed) < len(whole)
     data = base64.b64decode(blocks(packed)[f"picture-{SEEN.hash}"])
     (tmp_path / "p").write_bytes(data)
-    with Pillow.open(tmp_path / "p") as picture:
-        assert picture.format == "WEBP" and picture.size == (56, 56)
+    with Pillow.open(tmp_path / "p") as image:
+        assert image.format == "WEBP" and image.size == (56, 56)
 
 
-def test_a_name_that_is_no_hash_is_no_picture(run: Path, tmp_path: Path) -> None:
+def test_a_name_that_is_no_hash_is_no_image(run: Path, tmp_path: Path) -> None:
     (run / "secret.png").write_bytes((run / "images" / f"{SEEN.hash}.png").read_bytes())
-    found = Pictures(run / "images")
+    found = RunImages(run / "images")
     assert found.file(SEEN.hash) is not None and found.size(SEEN.hash) == (56, 56)
     for name in ("../secret", SEEN.hash.upper(), SEEN.hash + "\n", "", "0" * 64, f"/{SEEN.hash}"):
         assert found.file(name) is None and found.size(name) is None
-    assert pictures.HASH.fullmatch(SEEN.hash)
+    assert run_images.HASH.fullmatch(SEEN.hash)
 
 
 def test_the_program_has_no_way_from_text_to_markup() -> None:

@@ -125,7 +125,7 @@ def test_records_of_older_runs(run: Path, tmp_path: Path) -> None:
     assert rows(RunRecords(folder))[1]["reward"] == 1.25  # by default the best turn, without discount
 
 
-def test_without_tokenizer_or_pictures(run: Path, tmp_path: Path) -> None:
+def test_without_tokenizer_or_images(run: Path, tmp_path: Path) -> None:
     folder = copied(run, tmp_path / "r")
     (folder / "config.yaml").unlink()
     (folder / "images" / f"{SEEN.hash}.png").write_bytes(b"no picture")

@@ -58,7 +58,7 @@ def test_it_listens_on_loopback_only_and_tells_its_address(server: ViewServer) -
     assert server.url == f"http://127.0.0.1:{server.server_port}/?token={server.token}" and len(server.token) >= 32
 
 
-def test_list_pages_and_pictures(server: ViewServer) -> None:
+def test_list_pages_and_images(server: ViewServer) -> None:
     status, page = ask(server, "/")
     assert status == 200 and b"step0.0/0/t/1" not in page and b'id="index"' not in page
     assert b"connect-src &#39;self&#39;" in page

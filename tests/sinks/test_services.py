@@ -49,11 +49,11 @@ def stopped_and_resumed(name: str, folder: Path) -> None:
 
 
 def shades(files: Iterator[Path]) -> set[int]:
-    """Of pictures in one shade of grey."""
+    """Of images in one shade of grey."""
     found = set()
     for file in files:
-        with Pillow.open(file) as picture:
-            pixels = np.array(picture.convert("RGB"))
+        with Pillow.open(file) as image:
+            pixels = np.array(image.convert("RGB"))
         assert pixels.shape == (6, 8, 3) and (pixels == pixels[0, 0, 0]).all()
         found.add(int(pixels[0, 0, 0]))
     return found

@@ -46,7 +46,7 @@ def renderer(name: str) -> Renderer:
     return Renderer(qwen_tokenizer(), describer, template_name=name, chat_template=template(name))
 
 
-def picture(width: int = 56, height: int = 56, seed: int = 0) -> Image:
+def an_image(width: int = 56, height: int = 56, seed: int = 0) -> Image:
     return Image(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 

@@ -1,4 +1,4 @@
-"""A small environment for tests, as a user would write one: free text, two pictures, states, its own end."""
+"""A small environment for tests, as a user would write one: free text, two images, states, its own end."""
 
 from __future__ import annotations
 

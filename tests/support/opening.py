@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from npu_vlrl.report.sinks import Opening, Picture, Sinks
+from npu_vlrl.report.sinks import CaptionedImage, Opening, Sinks
 
 CONFIG = {"optim": {"lr": 1e-3, "betas": [0.9, 0.95]}, "critic": None}
 
 
-def picture(shade: int) -> Picture:
-    return Picture(np.full((6, 8, 3), shade, np.uint8), f"'up', right answer 'up', reward {shade}, solved")
+def shaded(shade: int) -> CaptionedImage:
+    return CaptionedImage(np.full((6, 8, 3), shade, np.uint8), f"'up', right answer 'up', reward {shade}, solved")
 
 
 def record(sinks: Sinks, step: int) -> None:
     sinks.scalars(step, {"reward": step / 4, "kl": float("nan"), "eval/all/accuracy": 0.5})
-    sinks._each(lambda sink: sink.pictures(step, [picture(step), picture(100 + step)]))
+    sinks._each(lambda sink: sink.images(step, [shaded(step), shaded(100 + step)]))
 
 
 def main(name: str, folder: str, first: str, *fail: str) -> None:

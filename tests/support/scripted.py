@@ -58,13 +58,13 @@ def tiny_renderer() -> Renderer:
     return Renderer(tokenizer(), processor(), template_name="tiny")
 
 
-def picture(side: int = 56, seed: int = 0) -> Image:
+def an_image(side: int = 56, seed: int = 0) -> Image:
     """56 pixels are 2 x 2 placeholder tokens, 28 are one."""
     return Image(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
 def a_task(*parts: str | Image, answer: str | None = "up", system: str | None = None, **extra: Any) -> Task:
-    messages = [Message("user", parts or (picture(), "Which way?"))]
+    messages = [Message("user", parts or (an_image(), "Which way?"))]
     if system is not None:
         messages.insert(0, Message("system", (system,)))
     return Task("t/1", tuple(messages), answer, "test", extra)
@@ -147,7 +147,7 @@ def workflow(
     sees: ImageProcessor | None = None,
     **settings: Any,
 ) -> VisionMultiTurnAgenticWorkflow:
-    """Episodes of `VisualQA`, with tools that take positions in what `sees` makes of a picture. A `toolbox` of the
+    """Episodes of `VisualQA`, with tools that take positions in what `sees` makes of an image. A `toolbox` of the
     caller's is the caller's to close.
     """
     config = WorkflowConfig(**{"feedback": "No. Try again.", **settings})

@@ -18,12 +18,12 @@ from npu_vlrl.report.run_folder import RunFolder
 from npu_vlrl.types import EpisodeStatus, Image, Task, Trajectory, Verdict
 from tests.support.learning import tiny_folder
 from tests.support.ranks import PATIENCE_S
-from tests.support.scripted import Verdicts, a_task, picture, play, workflow
+from tests.support.scripted import Verdicts, a_task, an_image, play, workflow
 
 DRAW = '<tool_call>{"name":"draw_line","arguments":{"start":[2,2],"end":[50,50]}}</tool_call>'
 WRONG = Verdict(0.25, False, terms={"accuracy": 0.0, "format": 0.25})
 RIGHT = Verdict(1.25, True, terms={"accuracy": 1.0, "format": 0.25})
-SEEN = picture(56, seed=4)
+SEEN = an_image(56, seed=4)
 HUGE = Image(np.tile(np.arange(224, dtype=np.uint8)[:, None, None], (1, 448, 3)))
 
 

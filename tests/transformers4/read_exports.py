@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 WORDS = "Which way is the top of the photo? <answer>up</answer><|im_end|>\n{}"
 QUESTION = "Which way is up?"
 SIZE = (96, 68)
-"""Width and height of the picture: neither in whole patches, nor square."""
+"""Width and height of the image: neither in whole patches, nor square."""
 
 
 def inputs_of(tokenizer, image_processor):
-    """What the model is given: a question, about a picture where it sees."""
+    """What the model is given: a question, about an image where it sees."""
     content = [{"type": "text", "text": QUESTION}]
     if image_processor is not None:
         content.insert(0, {"type": "image"})

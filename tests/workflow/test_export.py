@@ -15,7 +15,7 @@ from npu_vlrl.config import ConfigError
 from npu_vlrl.types import EpisodeStatus, SegmentKind, Trajectory, Verdict
 from npu_vlrl.workflow.export import export, pays_for_failing, returns_to_go, trajectory_reward
 from npu_vlrl.workflow.render import Renderer
-from tests.support.scripted import END, Verdicts, a_task, encode, flat, picture, play, processor, tokenizer, workflow
+from tests.support.scripted import END, Verdicts, a_task, an_image, encode, flat, play, processor, tokenizer, workflow
 
 LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
 
@@ -115,7 +115,7 @@ def episode(*rewards: float) -> Trajectory:
     """A look, then one answer for each reward but the first."""
     judge = Verdicts([Verdict(reward, False) for reward in rewards[1:]])
     settings: dict[str, Any] = {"tools": ("look",), "describe_tools": False, "tool_call_reward": rewards[0]}
-    task = a_task(picture(28), "?", hidden_image=picture(56))
+    task = a_task(an_image(28), "?", hidden_image=an_image(56))
     lines = [LOOK, *"abcdefg"[: len(rewards) - 1]]
     return play(workflow(judge, max_turns=len(rewards), **settings), lines, task)
 

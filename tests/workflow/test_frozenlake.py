@@ -148,7 +148,7 @@ def test_a_seed_decides_how_the_player_slips() -> None:
     assert len({tuple(path(seed)) for seed in range(10)}) > 5
 
 
-def test_equal_states_have_equal_pictures_and_keys_however_they_came_about() -> None:
+def test_equal_states_have_equal_images_and_keys_however_they_came_about() -> None:
     made = started(map=["SFF", "FHF", "FFG"])
     seen: dict[str, str] = {}
     for actions in itertools.product(made.actions, repeat=4):
@@ -160,7 +160,7 @@ def test_equal_states_have_equal_pictures_and_keys_however_they_came_about() -> 
     assert len(seen) == len(set(seen.values())) == 9
 
 
-def test_the_picture_shows_each_square_where_it_is() -> None:
+def test_the_image_shows_each_square_where_it_is() -> None:
     tile = 20
     made = started(map=["SFH", "FGF"], tile=tile)
     assert made.picture().size == (3 * tile, 2 * tile)

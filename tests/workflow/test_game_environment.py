@@ -45,7 +45,7 @@ def told(step: Step) -> str:
     return message.text
 
 
-def test_the_opening_has_rules_actions_format_and_one_picture() -> None:
+def test_the_opening_has_rules_actions_format_and_one_image() -> None:
     env = environment(format="free_think", max_actions=2, separator="|")
     message = opened(env)
     assert message.role == "user"
@@ -158,7 +158,7 @@ def seed_for(place: int, goal: int) -> int:
     raise AssertionError
 
 
-def test_an_episode_shows_one_picture_a_turn_and_records_state_terms_and_what_was_told() -> None:
+def test_an_episode_shows_one_image_a_turn_and_records_state_terms_and_what_was_told() -> None:
     right = "<answer>Right</answer>"
     episode = play(workflow(), [right, "nothing", "<answer>Wait</answer>", right, right], task(seed_for(2, 4)))
     assert [turn.state for turn in episode.turns] == [f"{place} of 5, goal 4" for place in (2, 3, 3, 3)]
@@ -208,7 +208,7 @@ def test_a_task_without_a_seed_fails_and_says_what_to_change(seed: Any) -> None:
 
 
 def seen(seed: int, lines: Sequence[str]) -> tuple[Any, ...]:
-    """All that an episode shows and earns, pictures by their hashes."""
+    """All that an episode shows and earns, images by their hashes."""
     env = environment()
     log: list[Any] = [_plain(asyncio.run(env.reset(task(seed))))]
     for line in lines:
@@ -238,7 +238,7 @@ def test_another_seed_or_action_gives_another_episode() -> None:
     one, other = seed_for(2, 4), seed_for(3, 4)
     assert seen(one, [])[0] != seen(other, [])[0]
     moves = [seen(one, [f"<answer>{action}</answer>"])[2][3] for action in Corridor.actions]
-    assert len({str(move[0][1][1]) for move in moves}) == 3  # three pictures
+    assert len({str(move[0][1][1]) for move in moves}) == 3  # three images
 
 
 def test_episodes_of_one_workflow_do_not_share_a_game() -> None:

@@ -63,12 +63,12 @@ class Corridor(gymnasium.Env[np.ndarray, int]):
 
 
 class Drawn(FrozenLakeEnv):
-    """gymnasium's lake, with a picture that needs no pygame: a white pixel where the player is."""
+    """gymnasium's lake, with an image that needs no pygame: a white pixel where the player is."""
 
     def render(self) -> np.ndarray:
-        picture = np.zeros((self.nrow, self.ncol, 3), np.uint8)
-        picture[divmod(int(self.s), self.ncol)] = 255
-        return picture
+        image = np.zeros((self.nrow, self.ncol, 3), np.uint8)
+        image[divmod(int(self.s), self.ncol)] = 255
+        return image
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def test_an_episode_by_hand() -> None:
     first, key = made.picture(), made.state_key()
     move = made.act("Right")
     assert (dict(move.terms), move.solved, move.over, cell(made)) == ({"reward": 0.0}, False, False, 3)
-    assert np.flatnonzero(first.rgb[0, :, 0])[0] == 8  # the buffer of the environment was written to, not the picture
+    assert np.flatnonzero(first.rgb[0, :, 0])[0] == 8  # the buffer of the environment was written to, not the image
     assert made.state_key() != key
     made.act("Left")
     assert made.state_key() == key and made.picture() == first
@@ -162,7 +162,7 @@ def test_a_seed_gives_one_episode() -> None:
     assert {first(seed) for seed in range(20)} == {1, 2, 3}
 
 
-def test_rendered_pictures_in_place_of_observations() -> None:
+def test_rendered_images_in_place_of_observations() -> None:
     seen, rendered = corridor(), corridor(render=True)
     seen.start(1)
     rendered.start(1)
@@ -174,8 +174,8 @@ def test_the_lake_of_gymnasium_with_its_meanings_and_own_state(monkeypatch: pyte
     made = game(id="Drawn-v0", render=True, arguments={"is_slippery": False}, rules="Cross.")
     made.start(0)
     assert (made.actions, made.rules) == (("Left", "Down", "Right", "Up"), "Cross.")
-    by_picture = made.state_key()
-    assert by_picture == made.picture().hash
+    by_image = made.state_key()
+    assert by_image == made.picture().hash
     way = [made.act(action) for action in ("Down", "Down", "Right", "Down", "Right", "Right")]
     assert [sum(move.terms.values()) for move in way] == [0, 0, 0, 0, 0, 1]
     assert way[-1].solved and made.picture().rgb[3, 3].tolist() == [255] * 3
@@ -218,19 +218,19 @@ def test_a_module_registers_its_environment(tmp_path: Path, monkeypatch: pytest.
     [
         ({"id": "Nowhere-v0"}, "environment Nowhere-v0 cannot be made: NameNotFound"),
         ({"id": "no_such_module:Env-v0"}, "environment no_such_module:Env-v0 cannot be made: ModuleNotFoundError"),
-        ({"id": "FrozenLake-v1"}, "FrozenLake-v1: its observations are Discrete(16), not pictures"),
-        ({"arguments": {"observations": Box(0, 1, (8, 20, 3), np.float32)}}, "not pictures, a Box of uint8"),
+        ({"id": "FrozenLake-v1"}, "FrozenLake-v1: its observations are Discrete(16), not images"),
+        ({"arguments": {"observations": Box(0, 1, (8, 20, 3), np.float32)}}, "not images, a Box of uint8"),
         ({"arguments": {"observations": Box(0, 255, (8, 20), np.uint8)}}, "set render=true if it can render"),
-        ({"arguments": {"observations": Box(0, 255, (8, 20, 4), np.uint8)}}, "not pictures"),
+        ({"arguments": {"observations": Box(0, 255, (8, 20, 4), np.uint8)}}, "not images"),
         ({"arguments": {"actions": MultiDiscrete([2, 2])}}, "its actions are MultiDiscrete([2 2]); only those of a"),
         ({"actions": None}, "does not name its actions; write e.g. options.actions={Left: 0, Right: 1}"),
         ({"actions": {}}, "options.actions is empty"),
         ({"actions": {"Left": 9}}, "action 'Left' is number 9, but they go from 10 to 11"),
         (
             {"arguments": {"picture": np.zeros((8, 20), np.uint8)}},
-            "its picture cannot be used: ValueError: Image needs",
+            "its image cannot be used: ValueError: Image needs",
         ),
-        ({"arguments": {"picture": None}}, "its picture cannot be used"),
+        ({"arguments": {"picture": None}}, "its image cannot be used"),
     ],
 )
 def test_environments_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
@@ -241,7 +241,7 @@ def test_environments_that_cannot_be_used(options: dict[str, Any], message: str)
 
 def test_a_renderer_that_is_not_installed_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pygame", None)
-    with pytest.raises(DataError, match=r"FrozenLake-v1: its picture cannot be used: DependencyNotInstalled: .*pygame"):
+    with pytest.raises(DataError, match=r"FrozenLake-v1: its image cannot be used: DependencyNotInstalled: .*pygame"):
         game(id="FrozenLake-v1", render=True, actions={"Left": 0})
 
 

@@ -54,7 +54,7 @@ def workflow(new: Any, **settings: Any) -> VisionMultiTurnAgenticWorkflow:
     return VisionMultiTurnAgenticWorkflow(WorkflowConfig(context_tokens=2000, **settings), tiny_renderer(), new)
 
 
-def test_texts_pictures_rewards_states_and_the_end_reach_the_trajectory() -> None:
+def test_texts_images_rewards_states_and_the_end_reach_the_trajectory() -> None:
     made = environments(EnvironmentConfig(name=f"{dialogue.__file__}:make", options={"turns": 3}))
     assert (made.is_game, made.names_states, made.format(None)) == (False, True, None)
     episode = play(workflow(made.new, max_turns=5), ["abcd", "...", "ab"], TASK)
@@ -205,9 +205,9 @@ def test_the_environment_of_the_documentation_is_played(tmp_path: Path) -> None:
     made = environments(EnvironmentConfig(name=f"{tmp_path / 'my_environment.py'}:make", options={"most": 3}))
     assert made.names_states
     play_all = play(workflow(made.new, max_turns=4), ["none", "so 0", "9", "1"], TASK)
-    dots = int(str(play_all.turns[0].state).split()[0])  # from the picture: white squares of 12 x 12
-    (picture,) = (i.image for segment in play_all.turns[0].context for i in segment.images)
-    assert 144 * dots == (picture.rgb[..., 0] == 255).sum()
+    dots = int(str(play_all.turns[0].state).split()[0])  # from the image: white squares of 12 x 12
+    (image,) = (i.image for segment in play_all.turns[0].context for i in segment.images)
+    assert 144 * dots == (image.rgb[..., 0] == 255).sum()
     right = play(workflow(made.new, max_turns=4), ["none", "so 0", "9", str(dots)], TASK)
     assert right.status is EpisodeStatus.SOLVED and right.turn_rewards == (-0.1, 0.0, 0.0, 1.0)
     assert [turn.feedback for turn in right.turns] == [

@@ -63,9 +63,9 @@ def own_game(folder: Path, method: str, function: str = "pass") -> Any:
     folder.mkdir(exist_ok=True)
     file = folder / "mine.py"
     file.write_text(GAME % ("\n".join(f"    {line}" for line in method.splitlines()), f"    {function}"))
-    picture = io.BytesIO()
-    PIL.Image.effect_noise((40, 40), 90).save(picture, "PNG")
-    (folder / "mine.py.png").write_bytes(picture.getvalue()[:-600])
+    image = io.BytesIO()
+    PIL.Image.effect_noise((40, 40), 90).save(image, "PNG")
+    (folder / "mine.py.png").write_bytes(image.getvalue()[:-600])
     return environments(EnvironmentConfig(name=f"{file}:game", format="no_think")).new
 
 
@@ -76,8 +76,8 @@ REFUSED = {
     "no rules": ("rules = None", "its rules are None; write a text"),
     "start": ("def start(self, seed): {}['lost']", r"start\(0\) raised KeyError: 'lost' \(line 32\); correct the game"),
     "exit": ("def start(self, seed): raise SystemExit(3)", r"start\(0\) raised SystemExit: 3"),
-    "nothing shown": ("def picture(self): pass", r"picture\(\): a picture is an Image, .* not NoneType"),
-    "floats": ("def picture(self): return RGB / 255", r"picture\(\): a picture is .* not float64 \[28, 56, 3\]"),
+    "nothing shown": ("def picture(self): pass", r"picture\(\): an image is an Image, .* not NoneType"),
+    "floats": ("def picture(self): return RGB / 255", r"picture\(\): an image is .* not float64 \[28, 56, 3\]"),
     "narrow": ("def picture(self): return np.zeros((1, 120000, 3), np.uint8)", "picture.*: .* too narrow"),
     "cut file": (
         "def picture(self): return PIL.Image.open(__file__ + '.png')",
@@ -152,7 +152,7 @@ def test_what_a_game_does_wrong_later_fails_the_episode(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("given", ["Image(RGB)", "RGB", "PIL.Image.fromarray(RGB)"])
-def test_pictures_of_any_kind_are_shown(tmp_path: Path, given: str) -> None:
+def test_images_of_any_kind_are_shown(tmp_path: Path, given: str) -> None:
     env = own_game(tmp_path, f"def picture(self): return {given}")()
     (message,) = asyncio.run(env.reset(TASK))
     assert message.images == (Image(np.zeros((28, 56, 3), np.uint8)),)

@@ -1,4 +1,4 @@
-"""Sokoban's rules, rewards and pictures: levels worked out by hand, and another implementation on a grid of letters."""
+"""Sokoban's rules, rewards and images: levels worked out by hand, and another implementation on a grid of letters."""
 
 from __future__ import annotations
 
@@ -215,18 +215,18 @@ def test_options_that_do_not_fit(options: dict, message: str) -> None:
         sokoban.game(**options)
 
 
-def test_the_picture_is_made_of_the_sprites() -> None:
+def test_the_image_is_made_of_the_sprites() -> None:
     names = {"#": "wall", " ": "floor", ".": "box_target", "$": "box", "*": "box_on_target"}
     for player, name in (("@", "player"), ("+", "player_on_target")):
         level = ["######", f"#{player}$$ #", "#*.  #", "######"]
         if player == "@":
             level[2] = "#*.. #"
-        picture = draw(parse_level(level), 16)
-        assert picture.size == (96, 64)
+        image = draw(parse_level(level), 16)
+        assert image.size == (96, 64)
         for row, line in enumerate(level):
             for column, letter in enumerate(line):
                 stored = Pillow.open(SPRITES / f"{(names | {player: name})[letter]}.png").convert("RGB")
-                drawn = picture.rgb[row * 16 : row * 16 + 16, column * 16 : column * 16 + 16]
+                drawn = image.rgb[row * 16 : row * 16 + 16, column * 16 : column * 16 + 16]
                 assert np.array_equal(drawn, np.asarray(stored)), letter
 
 
@@ -240,7 +240,7 @@ def test_larger_tiles_repeat_pixels_and_smaller_ones_average_them() -> None:
 
 
 @pytest.mark.parametrize("tile", [sokoban.SMALLEST_TILE, 14, 28, 32])
-def test_pictures_and_keys_are_equal_exactly_for_equal_states(tile: int) -> None:
+def test_images_and_keys_are_equal_exactly_for_equal_states(tile: int) -> None:
     state = parse_level(["#######", "#@$ . #", "#  *  #", "#######"])
     seen = [state]
     rng = random.Random(0)

@@ -26,11 +26,11 @@ from tests.support.scripted import (
     Script,
     Verdicts,
     a_task,
+    an_image,
     cut,
     decode,
     encode,
     flat,
-    picture,
     play,
     processor,
     tokenizer,
@@ -67,7 +67,7 @@ def geometry(**settings: Any) -> Any:
 def episode(name: str, lines: list[Any], judge: Any = None, **settings: Any) -> tuple[Trajectory, Script]:
     said = Script(lines)
     flow = workflow(judge or geometry(), renderer(name), sees=processor(), **settings)
-    return play(flow, said, a_task(picture(), "What is x?", answer="60")), said
+    return play(flow, said, a_task(an_image(), "What is x?", answer="60")), said
 
 
 @BOTH
@@ -234,8 +234,8 @@ def test_a_game_asks_for_no_second_tag(name: str) -> None:
 
 @BOTH
 def test_demonstrations_of_generated_tasks(name: str) -> None:
-    shown = Image(picture(28, 1).rgb)
-    task = a_task(picture(28), "Which way?", answer="up", hidden_image=shown)
+    shown = Image(an_image(28, 1).rgb)
+    task = a_task(an_image(28), "Which way?", answer="up", hidden_image=shown)
     lines = script(task, 0.0, random.Random(0), 2, renderer(name).opens_thought)
     judge = InlineJudge(tagged.score, tagged.check_gold)
     done = play(workflow(judge, renderer(name), tools=("look",), max_turns=3), lines, task)

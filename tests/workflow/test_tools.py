@@ -36,7 +36,7 @@ def test_quarter_turns_are_exact_and_counter_clockwise(angle: float, quarters: i
     assert result.text == f"Image 1 is image 0 rotated by {angle:g} degrees counter-clockwise."
 
 
-def test_a_slanted_turn_keeps_the_whole_picture_on_white() -> None:
+def test_a_slanted_turn_keeps_the_whole_image_on_white() -> None:
     black = Image(np.zeros((100, 200, 3), np.uint8))
     turned = run("rotate", {"angle": 30, "image": 1}, context(noise(4, 4), black)).images[0]
     width, height = 200 * np.cos(np.pi / 6) + 100 * 0.5, 200 * 0.5 + 100 * np.cos(np.pi / 6)
@@ -181,7 +181,7 @@ def test_bad_names_fail_at_start(user_file: Path) -> None:
         Toolbox([f"{user_file}:wordless"])
 
 
-def test_from_text_to_picture() -> None:
+def test_from_text_to_image() -> None:
     image = noise(4, 8)
     parsed = parse_tool_calls('<tool_call>\n{"name": "rotate", "arguments": {"angle": 180}}\n</tool_call>')
     result = Toolbox(["rotate"]).run(parsed.calls[0], context(image))

@@ -19,7 +19,7 @@ BOX = Toolbox(["draw_bbox", "draw_line", "crop", "zoom"])
 
 
 def as_seen(image: Image) -> np.ndarray:
-    """uint8 [height, width, 3]: the picture that the model's patches show."""
+    """uint8 [height, width, 3]: the image that the model's patches show."""
     described = PROCESSOR.describe(image)
     _, rows, columns = described.grid
     patches = PROCESSOR.patches(described).numpy().reshape(rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)
@@ -27,7 +27,7 @@ def as_seen(image: Image) -> np.ndarray:
     return np.rint(pixels * 255).astype(np.uint8)
 
 
-def test_the_reference_picture_is_what_is_stored_where_nothing_is_resized() -> None:
+def test_the_reference_image_is_what_is_stored_where_nothing_is_resized() -> None:
     image = Image(np.random.default_rng(0).integers(0, 256, (56, 84, 3), dtype=np.uint8))
     assert np.array_equal(as_seen(image), image.rgb)
     assert seen_frame(PROCESSOR, image) == Frame.unchanged((84, 56))
@@ -173,8 +173,8 @@ def test_points_that_are_refused_name_the_limits(point: tuple[float, float]) -> 
         Frame((100, 50), (100, 50), (56, 28)).point(point)
 
 
-def test_the_white_beside_a_narrow_picture_is_no_part_of_it() -> None:
-    """3 x 900 pixels are padded to 5 x 900: of 28 seen columns the first 16.8 are picture."""
+def test_the_white_beside_a_narrow_image_is_no_part_of_it() -> None:
+    """3 x 900 pixels are padded to 5 x 900: of 28 seen columns the first 16.8 are image."""
     image = Image(np.zeros((900, 3, 3), np.uint8))
     frame = seen_frame(PROCESSOR, image)
     assert (frame.canvas, frame.seen[0]) == ((5, 900), 28)

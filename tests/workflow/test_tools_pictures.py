@@ -1,4 +1,4 @@
-"""The built-in tools that make a picture of a picture: pixel by pixel, and what they refuse."""
+"""The built-in tools that make an image of an image: pixel by pixel, and what they refuse."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_crop() -> None:
     result = run("crop", {"bbox": [10, 5, 30, 40]}, image)
     assert np.array_equal(result.images[0].rgb, image.rgb[5:40, 10:30])
     assert result.text == "Image 1 is the box cut out of image 0."
-    assert not np.shares_memory(result.images[0].rgb, image.rgb)  # so that the large picture can be freed
+    assert not np.shares_memory(result.images[0].rgb, image.rgb)  # so that the large image can be freed
     frame = Frame((60, 40), (60, 40), (30, 20))  # seen at half the size
     half = run("crop", {"bbox": [5, 2.5, 15, 20]}, image, frames=(frame,))
     assert half.images == result.images
 
 
-def test_zoom_shows_the_detail_of_the_stored_picture() -> None:
+def test_zoom_shows_the_detail_of_the_stored_image() -> None:
     image = noise(40, 60)
     frame = Frame((60, 40), (60, 40), (30, 20))
     result = run("zoom", {"bbox": [5, 2, 15, 12], "factor": 2}, image, frames=(frame,))
@@ -184,7 +184,7 @@ def test_rotate_keeps_the_size_where_that_is_asked_for() -> None:
     assert run("rotate", {"angle": 180, "expand": False}, large).images[0].size == (4200, 4000)
 
 
-def test_tools_leave_the_picture_that_they_work_on_alone() -> None:
+def test_tools_leave_the_image_that_they_work_on_alone() -> None:
     image = noise(20, 30)
     before = image.rgb.copy()
     calls: dict[str, dict] = {

@@ -1,4 +1,4 @@
-"""Positions from 0 to 1000, as Qwen3-VL writes them, whatever the size of a picture."""
+"""Positions from 0 to 1000, as Qwen3-VL writes them, whatever the size of an image."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from npu_vlrl.workflow.tools.user import UserTool
 from npu_vlrl.workflow.tools.worker import pack, unpack
 from npu_vlrl.workflow.workers.serve import serve
 from npu_vlrl.workflow.workers.wire import receive, send
-from tests.support.scripted import Script, Verdicts, a_task, picture, workflow
+from tests.support.scripted import Script, Verdicts, a_task, an_image, workflow
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,7 +112,7 @@ def pid(result: ToolResult) -> int:
 
 
 def test_it_runs_elsewhere_and_gives_back_its_images(box: Toolbox, file: Path) -> None:
-    first, second = picture(28, seed=1), Image(np.random.default_rng(2).integers(0, 256, (3, 5, 3), dtype=np.uint8))
+    first, second = an_image(28, seed=1), Image(np.random.default_rng(2).integers(0, 256, (3, 5, 3), dtype=np.uint8))
     result = run(box, "mirror", context(first, second), image=1)
     assert result.images == (Image(second.rgb[:, ::-1].copy()), first)
     assert pid(result) != os.getpid()
@@ -122,8 +122,8 @@ def test_it_runs_elsewhere_and_gives_back_its_images(box: Toolbox, file: Path) -
     assert wrong.error and wrong.text == "mirror: there is no image 2 (they are numbered 0 to 0)."
 
 
-def test_what_it_gives_back_may_be_one_picture_and_is_told_when_it_is_none(box: Toolbox) -> None:
-    shown = picture(28, seed=1)
+def test_what_it_gives_back_may_be_one_image_and_is_told_when_it_is_none(box: Toolbox) -> None:
+    shown = an_image(28, seed=1)
     assert run(box, "hang", context(shown), how="one picture") == ToolResult("one", (shown,))
     for how, told in {
         "narrow": "hang: the image has 400000x1 pixels, too narrow",
@@ -156,7 +156,7 @@ def test_what_fails_beside_the_function_is_told_to_the_model(file: Path, monkeyp
 
 
 def test_what_it_sees_of_the_episode(box: Toolbox) -> None:
-    shown, hidden = picture(28, seed=1), picture(56, seed=2)
+    shown, hidden = an_image(28, seed=1), an_image(56, seed=2)
     frames = (Frame((28, 28), (28, 28), (56, 56)), Frame.unchanged((56, 56)))
     result = run(box, "tell", context(shown, hidden, frames=frames, hidden=hidden, unit="cm", odd=object()))
     told = ["t/1", "5", "test", ["hidden", "unit"], ["user"], [(56, 56), (56, 56)]]
@@ -164,7 +164,7 @@ def test_what_it_sees_of_the_episode(box: Toolbox) -> None:
 
 
 def test_a_context_survives_the_journey() -> None:
-    one, two, three = (picture(28, seed=i) for i in range(3))
+    one, two, three = (an_image(28, seed=i) for i in range(3))
     messages = (Message("system", ("Be brief.",)), Message("user", (one, "and", one, two, "?")))
     extra = {"hidden": three, "list": [1, {"a": None}]}
     ctx = ToolContext(Task("t", messages, None, "x", extra), (one, two, one), (Frame((1, 2), (3, 4), (5, 6)),))
@@ -268,7 +268,7 @@ def test_what_the_service_says_on_its_socket(file: Path) -> None:
         assert not thread.is_alive()
         return said
 
-    image = picture(28)
+    image = an_image(28)
     hello, (mirrored, shown), (refused, _) = talk("mirror", context(image), {}, {"image": 1})
     assert hello[0]["ready"]["function"]["description"] == "Mirror an image."
     assert not mirrored["error"] and shown == (Image(image.rgb[:, ::-1].copy()), image)

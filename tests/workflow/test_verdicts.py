@@ -106,7 +106,7 @@ def test_letters_are_the_same_to_both_rules() -> None:
         ("\\sqrt{4}", "2", False),  # no mathematics here
         ("\\sqrt{4}", "\\sqrt 4", False),
         ("2\\sqrt{3}", "2 \\sqrt{3}", True),
-        ("[10, 20, 30, 40]", "[10,20,30,40]", True),  # a box in a picture
+        ("[10, 20, 30, 40]", "[10,20,30,40]", True),  # a box in an image
         ("[10, 20, 30, 40]", "[20, 10, 30, 40]", False),
         ("(1, 2)", "(1,2)", True),
         ("x = 5", "5", True),

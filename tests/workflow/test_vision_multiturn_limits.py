@@ -18,12 +18,12 @@ from tests.support.scripted import (
     Script,
     Verdicts,
     a_task,
+    an_image,
     conversation_ids,
     cut,
     decode,
     encode,
     flat,
-    picture,
     play,
     processor,
     tokenizer,
@@ -32,13 +32,13 @@ from tests.support.scripted import (
 
 WRONG, RIGHT = Verdict(0.0, False), Verdict(1.0, True)
 SYSTEM = ("system", "You are a helpful assistant.")
-TASK = a_task(picture(28), "?", hidden_image=picture(56))
+TASK = a_task(an_image(28), "?", hidden_image=an_image(56))
 PROMPT = len(conversation_ids(SYSTEM, ("user", f"{IMAGE}?"), images=[1]))
 LOOKING: dict[str, Any] = {"tools": ("look",), "describe_tools": False, "turn_tokens": 40}
 LOOK = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
 CALL = len(encode(LOOK + END))
 SHOWN = f"\n<|im_start|>user\n<tool_response>\nImage 1 is what you see.{IMAGE}\n</tool_response>{END}\n"
-SHOW = len(encode(SHOWN + "<|im_start|>assistant\n")) + 3  # the picture is 4 tokens, not 1
+SHOW = len(encode(SHOWN + "<|im_start|>assistant\n")) + 3  # the image is 4 tokens, not 1
 FEEDBACK = len(encode(f"\n<|im_start|>user\nNo. Try again.{END}\n<|im_start|>assistant\n"))
 
 
@@ -97,7 +97,7 @@ def test_feedback_enters_when_it_leaves_room_for_a_token(room: int, turns: int) 
         (1, EpisodeStatus.SOLVED, 2),
         (0, EpisodeStatus.IMAGE_DOES_NOT_FIT, 1),
         (-3, EpisodeStatus.IMAGE_DOES_NOT_FIT, 1),
-        (-4, EpisodeStatus.CONTEXT_FULL, 1),  # not even without the 4 tokens of the picture
+        (-4, EpisodeStatus.CONTEXT_FULL, 1),  # not even without the 4 tokens of the image
     ],
 )
 def test_an_image_enters_with_all_its_tokens_or_not_at_all(room: int, status: EpisodeStatus, turns: int) -> None:
@@ -106,8 +106,8 @@ def test_an_image_enters_with_all_its_tokens_or_not_at_all(room: int, status: Ep
     settings = {**LOOKING, "context_tokens": context}
     episode = play(workflow(Verdicts([RIGHT]), **settings), lines, TASK)
     assert (episode.status, len(episode.turns)) == (status, turns)
-    pictures = [image.n_tokens for segment in episode.turns[-1].context for image in segment.images]
-    assert pictures == ([1, 4] if turns == 2 else [1])
+    images = [image.n_tokens for segment in episode.turns[-1].context for image in segment.images]
+    assert images == ([1, 4] if turns == 2 else [1])
     assert len(flat(episode.turns[-1].context)) < context
 
 

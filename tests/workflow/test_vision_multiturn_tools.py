@@ -17,11 +17,11 @@ from tests.support.scripted import (
     Script,
     Verdicts,
     a_task,
+    an_image,
     conversation_ids,
     cut,
     decode,
     flat,
-    picture,
     play,
     processor,
     workflow,
@@ -44,7 +44,7 @@ def response(text: str, images: int = 1) -> str:
 
 
 def test_a_tools_image_enters_as_a_new_image_with_its_placeholders() -> None:
-    task = a_task(picture(56), "Which way?")
+    task = a_task(an_image(56), "Which way?")
     script = Script([rotate(90), "up"])
     episode = play(workflow(Verdicts([RIGHT]), tool_call_reward=0.3, **TOOLS), script, task)
     assert episode.status is EpisodeStatus.SOLVED
@@ -63,7 +63,7 @@ def test_a_tools_image_enters_as_a_new_image_with_its_placeholders() -> None:
 
 
 def test_calls_compose_within_a_turn_and_over_turns() -> None:
-    task = a_task(picture(56, seed=1), picture(28, seed=2), "?")
+    task = a_task(an_image(56, seed=1), an_image(28, seed=2), "?")
     first, second = task.images
     lines = [rotate(90, 1) + " then " + rotate(90, 2), rotate(-90, 3), "up"]
     episode = play(workflow(Verdicts([RIGHT]), max_turns=3, **TOOLS), lines, task)
@@ -87,8 +87,8 @@ def test_calls_compose_within_a_turn_and_over_turns() -> None:
 
 
 def test_look_shows_what_the_task_keeps_back() -> None:
-    hidden = picture(56, seed=9)
-    task = a_task(picture(28), "?", hidden_image=hidden)
+    hidden = an_image(56, seed=9)
+    task = a_task(an_image(28), "?", hidden_image=hidden)
     episode = play(workflow(Verdicts([RIGHT]), max_turns=9, **TOOLS), [LOOK, LOOK, rotate(0, 1), "up"], task)
     shown, again, turned, _ = episode.turns
     assert shown.tool_results[0].images == (hidden,)
@@ -192,7 +192,7 @@ FORM = '<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
 
 
 def test_an_image_of_the_system_message_survives_the_description() -> None:
-    shown, asked = picture(28, seed=1), picture(56, seed=2)
+    shown, asked = an_image(28, seed=1), an_image(56, seed=2)
     messages = (Message("system", (shown, "See.")), Message("user", (asked, "?")))
     script = Script([rotate(180, 1), "up"])
     task = Task("t/1", messages, "up", "test")
@@ -205,7 +205,7 @@ def test_an_image_of_the_system_message_survives_the_description() -> None:
     ("messages", "words"),
     [
         (
-            (Message("system", (picture(28, seed=1), "See.")), Message("user", ("?",))),
+            (Message("system", (an_image(28, seed=1), "See.")), Message("user", ("?",))),
             "which holds 1 images; write it as",
         ),
         ((Message("system", ("See.",)),), "which is the whole prompt; write it as"),
@@ -227,7 +227,7 @@ def said(text: str) -> Generation:
 def test_published_templates(name: str) -> None:
     """Qwen3-VL's shows tools and has a role for their results; Qwen2.5-VL's has neither."""
     schemas = Toolbox(["rotate"]).schemas()
-    task = a_task(picture(64), "Which way?", system="Be brief.")
+    task = a_task(an_image(64), "Which way?", system="Be brief.")
     script = Script([said(rotate(90)), said("up")])
     episode = play(workflow(Verdicts([RIGHT]), renderer(name), tools=("rotate",)), script, task)
     (result,) = episode.turns[0].tool_results
@@ -248,7 +248,7 @@ def crop(box: list[float], image: int = 0) -> str:
 
 
 def test_boxes_are_in_the_pixels_that_the_model_saw_also_of_results() -> None:
-    """A picture of 40 x 100 becomes 28 x 112 for the tiny model; its lower half, 40 x 50, becomes 28 x 56."""
+    """An image of 40 x 100 becomes 28 x 112 for the tiny model; its lower half, 40 x 50, becomes 28 x 56."""
     stored = Image(np.random.default_rng(0).integers(0, 256, (100, 40, 3), dtype=np.uint8))
     task = a_task(stored, "?")
     lines = [crop([0, 56, 28, 112]) + crop([14, 0, 28, 28], 1), crop([7, 14, 14, 28], 1), "up"]
@@ -263,7 +263,7 @@ def test_boxes_are_in_the_pixels_that_the_model_saw_also_of_results() -> None:
 
 
 def test_boxes_are_in_stored_pixels_where_no_processor_changes_them() -> None:
-    stored = picture(100)
+    stored = an_image(100)
     episode = play(
         workflow(Verdicts([RIGHT]), tools=("crop",), describe_tools=False),
         [crop([90, 0, 100, 10]), "up"],

@@ -1,1 +1,1 @@
-"""`npu-vlrl plot`: figures made of run folders. Drawing needs matplotlib; reading and grouping runs does not."""
+"""Figures of run folders: `npu-vlrl plot`. Drawing needs matplotlib; reading and grouping runs does not."""

@@ -1,4 +1,4 @@
-"""The rotation task: which angles the model predicted, and how they lie to the right ones."""
+"""Figures of the rotation task: predicted against right angles, and their distribution."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from npu_vlrl.workflow.rewards.tagged import last_tag
 
 DATA_SOURCE = "rotation"
 FINE, COARSE = 15, 30
-"""Degrees of a bin; the wider ones where all right angles are multiples of it, since between them is nothing."""
+"""Widths of a bin in degrees; the wide ones where all right angles are multiples of them."""
 
 
 @dataclass(frozen=True)
 class Angles:
-    """Of a group's episodes that ended with an angle, in degrees from 0 to below 360, arrays [episodes]."""
+    """Angles of a group's episodes that ended with an angle, in degrees from 0 to below 360, arrays [episodes]."""
 
     step: np.ndarray
     right: np.ndarray
@@ -34,7 +34,7 @@ class Angles:
 
 
 def read_angles(folders: Sequence[Path]) -> Angles:
-    """Of the recorded episodes of training; of evaluations where nothing else was recorded."""
+    """Reads the angles of the recorded episodes of training; of evaluations where nothing else was recorded."""
     trained: list[tuple[int, float, float]] = []
     evaluated: list[tuple[int, float, float]] = []
     for folder in folders:
@@ -49,7 +49,7 @@ def read_angles(folders: Sequence[Path]) -> Angles:
 
 
 def draw_angles(groups: Sequence[Group]) -> Figure | None:
-    """A row for each group: predicted against right angles, and how often each was predicted.
+    """Draws a row for each group: predicted against right angles, and how often each was predicted.
 
     None where no run has a predicted angle.
     """
@@ -69,31 +69,31 @@ def draw_angles(groups: Sequence[Group]) -> Figure | None:
 
 
 def later_half(angles: Angles) -> np.ndarray:
-    """bool [episodes]: those of the second half of the recorded steps; all where there is one step only."""
+    """Mask of the second half of the recorded steps, bool [episodes]; of all episodes where there is one step only."""
     first, last = angles.step.min(), angles.step.max()
     later: np.ndarray = angles.step >= (first + last) / 2
     return later
 
 
 def bin_edges(angles: Angles) -> np.ndarray:
-    """Degrees [bins + 1]. The first bin has 0 in its middle, so 90, 180 and 270 lie in the middle of theirs."""
+    """Edges of the bins in degrees, [bins + 1]. 0 is the middle of the first bin, so are 90, 180 and 270 of theirs."""
     width = FINE if (angles.right % COARSE).any() else COARSE
     return np.arange(-width / 2, 360, width)
 
 
 def wrapped(degrees: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The same angles, from the first edge to below the last one."""
+    """The same angles, mapped to the range from the first edge to below the last one."""
     same: np.ndarray = (degrees - edges[0]) % 360 + edges[0]
     return same
 
 
 def shares(degrees: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """[bins]: the share of the angles that lies in each."""
+    """Share of the angles in each bin, [bins]."""
     return np.histogram(wrapped(degrees, edges), edges)[0] / max(1, len(degrees))
 
 
 def _draw_pairs(axes: Axes, angles: Angles) -> None:
-    """The second half: on the diagonal the model is right; the corners beside it are near, too, since 0 is 360."""
+    """Draws the second half: on the diagonal the model is right; the corners beside it are near, since 0 is 360."""
     late, edges = later_half(angles), bin_edges(angles)
     pairs = (wrapped(angles.right[late], edges), wrapped(angles.predicted[late], edges))
     counts = np.histogram2d(*pairs, (edges, edges))[0]

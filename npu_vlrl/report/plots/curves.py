@@ -1,4 +1,4 @@
-"""Metrics over steps: a line a group of runs, with the range of its seeds."""
+"""Figures of metrics over steps: a line for each group of runs, with the range of its seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npu_vlrl.report.plots.runs import Group, common_curve
 from npu_vlrl.report.plots.style import BELOW, COLORS, COLUMN, DASHES, GREY, HEIGHT, PAGE
 
 MOST_POINTS = 80
-"""Points of a line: more do not show at the width of a column. Steps beyond are put together."""
+"""Maximum number of points of a line: a column's width shows no more. Further steps are merged."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure. `together` is what becomes of the values of steps that are put together."""
+    """One figure. `together` reduces the values of steps that are merged."""
 
     name: str
     title: str
@@ -113,7 +113,7 @@ def color_of(number: int) -> str:
 
 
 def lines_of(curve: Curve, groups: Sequence[Group]) -> list[Line]:
-    """What of a figure there is to draw. Colours tell groups apart, or series where there is one group only."""
+    """Lines of a figure. Colours distinguish groups, or series where there is one group only."""
     present = [s for s in curve.series if any(run.points(s.metric) for group in groups for run in group.runs)]
     lines = []
     for number, group in enumerate(groups):
@@ -142,7 +142,7 @@ def lines_of(curve: Curve, groups: Sequence[Group]) -> list[Line]:
 
 
 def _label(group: Group, series: str) -> str:
-    """What tells a line from the others of its figure, and of how many runs it is the mean."""
+    """Label that distinguishes a line from the others of its figure, with its number of runs."""
     name, number = ", ".join(filter(None, (group.name, series))), len(group.runs)
     if number == 1:
         return name
@@ -152,9 +152,9 @@ def _label(group: Group, series: str) -> str:
 def _put_together(
     steps: np.ndarray, values: np.ndarray, width: int, how: Literal["mean", "max"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks of `width` steps, from the first step on: their mean steps [B] and values [runs, B].
+    """Merges blocks of `width` steps, from the first step on: their mean steps [B] and values [runs, B].
 
-    A step without a value counts for nothing; a block in which a run has none at all is NaN there.
+    A step without a value is ignored; a block in which a run has no value is NaN there.
     """
     if width == 1:
         return steps.astype(float), values
@@ -171,7 +171,7 @@ def _put_together(
 
 
 def draw_curve(curve: Curve, groups: Sequence[Group]) -> Figure | None:
-    """A figure of a column's width; None where no run has the metric."""
+    """Draws a figure of a column's width; None where no run has the metric."""
     lines = lines_of(curve, groups)
     if not lines:
         return None
@@ -186,7 +186,7 @@ def draw_curve(curve: Curve, groups: Sequence[Group]) -> Figure | None:
 
 
 def draw_overview(curves: Sequence[Curve], groups: Sequence[Group]) -> Figure | None:
-    """All curves that there are, three side by side, of a page's width."""
+    """Draws all curves that have data, three side by side, over a page's width."""
     drawn = [(curve, lines) for curve in curves if (lines := lines_of(curve, groups))]
     if not drawn:
         return None
@@ -211,7 +211,7 @@ def _stroke_alone(line: Line, color: str) -> Line2D:
 
 
 def _overview_handles(groups: Sequence[Group], lines: Sequence[Line]) -> list[Line2D]:
-    """What colours and markers mean in all panels alike."""
+    """Legend of colours and markers, which are the same in all panels."""
     named = [Line2D([], [], color=color_of(k), label=label) for k, g in enumerate(groups) if (label := _label(g, ""))]
     if any(line.evaluated for line in lines):
         pair = (GREY, GREY) if len(groups) > 1 else (color_of(0), color_of(1))
@@ -240,7 +240,7 @@ def _stroke(line: Line) -> dict[str, Any]:
 
 
 def _whole_decades(axes: Axes, lines: Sequence[Line]) -> None:
-    """A logarithmic axis from a power of ten to another; zero has no place on it."""
+    """Makes the axis logarithmic, between whole powers of ten; zero has no place on it."""
     values = np.concatenate([np.concatenate([line.low, line.high]) for line in lines])
     values = values[values > 0]  # NaN is not, either
     if len(values):

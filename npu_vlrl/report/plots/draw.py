@@ -1,4 +1,4 @@
-"""`npu-vlrl plot` itself: run folders in, figures out."""
+"""Implementation of `npu-vlrl plot`: run folders in, figures out."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from npu_vlrl.report.plots.style import save, styled
 
 
 def plot(folders: Sequence[Path], out: Path) -> Iterator[str]:
-    """Writes each figure that the runs have something for, as PNG and as SVG; says of each what became of it.
+    """Writes each figure for which the runs have data, as PNG and as SVG; returns a line about each.
 
-    Raises ConfigError for what is no run folder, or a file of it that holds no records.
+    Raises ConfigError for a path that is no run folder, or a file of it that holds no records.
     """
     groups = group_runs([read_run(folder) for folder in folders])
     try:

@@ -1,4 +1,4 @@
-"""Run folders as numbers to draw: runs that differ in nothing but the seed belong together."""
+"""Reads run folders as numbers to draw, and groups runs that differ in nothing but the seed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from npu_vlrl.report.lines import read_lines
 
 SEED = "train.seed"
 _MAX_DIFFERENCES = 3
-"""A name tells no more; runs that differ in more keys are called by their folders."""
+"""Maximum number of keys in a group's name; runs that differ in more are named by their folders."""
 
 Points = dict[int, float]
-"""Values by step. A step that is not there has none."""
+"""Values by step; steps without a value are absent."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Example: `read_run(Path("runs/arrow_tiny")).points("reward")` is `{0: 0.31, 1: 0.33}`."""
+    """A run that was read: `read_run(Path("runs/arrow_tiny")).points("reward")` is `{0: 0.31, 1: 0.33}`."""
 
     folder: Path
     config: dict[str, Any]
-    """The value of each key, by its dotted name, `run.*` left out."""
+    """Value of each key, by its dotted name, `run.*` left out."""
     lines: tuple[dict[str, Any], ...]
-    """Of `metrics.jsonl`: a step or an evaluation each."""
+    """Lines of `metrics.jsonl`: a step or an evaluation each."""
 
     def points(self, metric: str) -> Points:
-        """What was recorded of a metric; of a step that stands there twice the later value."""
+        """Recorded values of a metric; a repeated step has its later value."""
         values = ((line.get("step"), line.get(metric)) for line in self.lines)
         return {step: float(value) for step, value in values if _is_step(step) and _is_finite(value)}
 
@@ -46,19 +46,19 @@ class Group:
     """Runs that form one line."""
 
     name: str
-    """What tells it from the other groups; empty where there is one only."""
+    """Differences from the other groups; empty where there is one only."""
     runs: tuple[RecordedRun, ...]
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Raises ConfigError for what is no run folder."""
+    """Reads a run folder. Raises ConfigError for a path that is none."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: is no run folder: it has no config.yaml; name the folder that a training wrote")
     return RecordedRun(folder, _flat_config(folder / "config.yaml"), tuple(read_lines(folder / "metrics.jsonl")))
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
-    """Groups in the order of their first runs, named by what differs between them."""
+    """Groups runs in the order of their first run, named by the differences between groups."""
     found: dict[str, list[RecordedRun]] = {}
     for run in runs:
         settings = {key: value for key, value in run.config.items() if key != SEED}
@@ -68,7 +68,7 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
 
 
 def common_curve(points: Sequence[Points]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps [S], and values [runs, S], of all steps that any of the runs has.
+    """Steps [S] that any of the runs has, and their values [runs, S].
 
     A run without a value at a step has NaN there.
     """
@@ -92,7 +92,7 @@ def _differences(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
 
 
 def _flat_config(file: Path) -> dict[str, Any]:
-    """With the defaults of today for keys that an older run does not name; as it stands, where it no longer loads."""
+    """Configuration by dotted key, with today's defaults for missing keys; unchanged where it no longer loads."""
     values: Any
     try:
         values = load_config(file).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""What all figures have in common: size, colours, and files that do not differ from one drawing to the next."""
+"""Common style of all figures: size, colours, and files that are identical from one drawing to the next."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HEIGHT = 2.3
 PAGE = 2 * COLUMN + 0.3
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's colours, which those who do not tell red from green tell apart, the strongest first; no yellow."""
+"""Colours of Okabe and Ito, distinct also for people who cannot tell red from green; the strongest first; no yellow."""
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (2.5, 1), (8, 2))
-"""Line styles, so that a print in grey tells lines apart as well; the first is solid."""
+"""Line styles, so that lines differ in a grey print as well; the first is solid."""
 GREY = "#555555"
 
 BELOW: Any = {"loc": "outside lower center"}
-"""Where a legend hides no data."""
+"""Place of a legend where it hides no data."""
 
 STYLE = {
     "figure.dpi": 100,
@@ -62,7 +62,7 @@ STYLE = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Figures made meanwhile look alike everywhere: nobody's matplotlibrc has a say."""
+    """Context in which figures look alike everywhere: no matplotlibrc has an effect."""
     with matplotlib.style.context(["default", STYLE]):
         yield
 

@@ -1,6 +1,6 @@
-"""What a sink is, and all that a run has chosen behind one object.
+"""Interface of a sink, and the chosen sinks of a run as one object.
 
-No sink ends a run: one that fails is told of once and left out from then on. `metrics.jsonl` has everything anyway.
+No sink ends a run: a failing sink is reported once and then left out. `metrics.jsonl` has everything anyway.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from npu_vlrl.config.extras import remedy
 from npu_vlrl.types import Image, Trajectory
 
 IDS = "sinks.json"
-"""In the run folder: the id under which each service knows the run, so that a resumed one goes on with its curves."""
+"""File in the run folder with the id of the run in each service, with which a resumed run continues its curves."""
 
-MOST_PICTURES = 8
-"""Of one trajectory."""
+MAX_IMAGES = 8
+"""Maximum number of images of one trajectory."""
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
-    """What the model saw, uint8 [height, width, 3], and what came of it."""
+class CaptionedImage:
+    """Image that the model saw, uint8 [height, width, 3], with the result of the episode as caption."""
 
     rgb: np.ndarray
     caption: str
@@ -39,24 +39,24 @@ class Picture:
 
 @dataclass(frozen=True)
 class Opening:
-    """What a sink is told at the beginning.
+    """Arguments of a sink's constructor.
 
     Example: `Opening(Path("runs/arrow_tiny"), "3f…", config, first_step=0, resumed=False)`
     """
 
     folder: Path
-    """The run folder; its name is that of the run."""
+    """Run folder; its name is the run's."""
     id: str
-    """32 hexadecimal digits, the same when the run is resumed."""
+    """Id of 32 hexadecimal digits, the same when the run is resumed."""
     config: Mapping[str, Any]
     """The whole configuration, nested."""
     first_step: int
-    """The step that comes next; what was recorded from there on is recorded again."""
+    """Next step; records from there on are recorded again."""
     resumed: bool
 
     @classmethod
     def of(cls, folder: Path, name: str, config: Mapping[str, Any], first_step: int, resumed: bool) -> Opening:
-        """With the id that the run folder keeps for the sink `name`, or a new one that it keeps from now on."""
+        """Arguments with the id that the run folder keeps for the sink `name`; a new id is stored there."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / IDS
         ids = json.loads(file.read_text()) if file.is_file() else {}
@@ -68,26 +68,26 @@ class Opening:
 
 
 class Sink(Protocol):
-    """One service. Each is made of an `Opening`. Whatever it raises is told once."""
+    """Interface of one service's sink, made of an `Opening`. Its exceptions are reported once."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Finite numbers, named `group/name`. The steps never become smaller; one may come several times."""
+        """Records finite numbers, named `group/name`. The steps never decrease; one may come several times."""
         ...
 
-    def pictures(self, step: int, pictures: Sequence[Picture]) -> None:
-        """Of one sampled trajectory, in the order in which the model saw them."""
+    def images(self, step: int, images: Sequence[CaptionedImage]) -> None:
+        """Records the images of one sampled trajectory, in the order in which the model saw them."""
         ...
 
     def close(self, error: str | None) -> None:
-        """The run is done, or `error` says what ended it."""
+        """Ends the run at the service; `error` is the exception that ended it, if any."""
         ...
 
 
 class Sinks:
-    """All sinks of a run. Leave it as a context: sinks learn how the run ended."""
+    """All sinks of a run. Use it as a context manager: sinks are told how the run ended."""
 
     def __init__(self, names: Sequence[str], opening: Callable[[str], Opening], tell: Callable[[str], None]) -> None:
-        """Raises ConfigError when a sink cannot begin: it is asked for, and its owner is still there to mend it."""
+        """Raises ConfigError when a sink cannot begin: the user asked for it, and is still there to correct it."""
         self._tell = tell
         self._open: dict[str, Sink] = {}
         for name in dict.fromkeys(names):
@@ -109,14 +109,14 @@ class Sinks:
         self._open.clear()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Names without a group are those of the training; numbers that are not finite are left out."""
+        """Sends numbers to all sinks. Names without a group get `train/`; numbers that are not finite are left out."""
         named = {k if "/" in k else f"train/{k}": v for k, v in values.items() if math.isfinite(v)}
         self._each(lambda sink: sink.scalars(step, named))
 
     def trajectory(self, step: int, trajectory: Trajectory) -> None:
-        """Its pictures, if it has any."""
-        if self._open and (pictures := pictures_of(trajectory)):
-            self._each(lambda sink: sink.pictures(step, pictures))
+        """Sends the images of a trajectory to all sinks, if it has any."""
+        if self._open and (images := images_of(trajectory)):
+            self._each(lambda sink: sink.images(step, images))
 
     def _each(self, do: Callable[[Sink], None]) -> None:
         for name, sink in list(self._open.items()):
@@ -128,19 +128,19 @@ class Sinks:
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raises ConfigError with what to type when the package of a sink is missing; imports nothing."""
+    """Raises ConfigError with the command to run when the package of a sink is missing; imports nothing."""
     for name in names:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # a folder that only has the name, such as one with a service's files
             raise ConfigError(f"run.sinks: {name} is not installed: {remedy(name)}, or leave it out")
 
 
-def pictures_of(trajectory: Trajectory) -> list[Picture]:
-    """What the model saw, each picture once, with how the episode ended."""
+def images_of(trajectory: Trajectory) -> list[CaptionedImage]:
+    """Images that the model saw, each once, with the result of the episode."""
     if not trajectory.turns:
         return []
     last, task = trajectory.turns[-1], trajectory.task
     caption = f"{last.text!r}, right answer {task.answer!r}, reward {sum(trajectory.turn_rewards):.3g}, "
     caption += f"{trajectory.status.value}, {trajectory.id}"
     seen: dict[Image, None] = dict.fromkeys(item.image for segment in last.context for item in segment.images)
-    return [Picture(image.rgb, caption) for image in list(seen)[:MOST_PICTURES]]
+    return [CaptionedImage(image.rgb, caption) for image in list(seen)[:MAX_IMAGES]]

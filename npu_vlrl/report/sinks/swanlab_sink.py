@@ -1,4 +1,4 @@
-"""SwanLab. SWANLAB_MODE says where to: `online` (its default), `offline` or `local`, both in the run folder."""
+"""Sink for SwanLab. SWANLAB_MODE selects `online` (its default), or `offline` or `local`, both in the run folder."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import swanlab
 
-from npu_vlrl.report.sinks.sinks import Opening, Picture
+from npu_vlrl.report.sinks.sinks import CaptionedImage, Opening
 
 PROJECT = "npu_vlrl"
 
 
 class SwanLabSink:
-    """See `Sink`."""
+    """Sink for SwanLab, see `Sink`."""
 
     def __init__(self, opening: Opening) -> None:
         folder = opening.folder / "swanlab"
@@ -30,8 +30,8 @@ class SwanLabSink:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def pictures(self, step: int, pictures: Sequence[Picture]) -> None:
-        shown = [swanlab.Image(picture.rgb, caption=picture.caption) for picture in pictures]
+    def images(self, step: int, images: Sequence[CaptionedImage]) -> None:
+        shown = [swanlab.Image(image.rgb, caption=image.caption) for image in images]
         self._run.log({"trajectory": shown}, step=step)
 
     def close(self, error: str | None) -> None:

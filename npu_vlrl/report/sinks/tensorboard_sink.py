@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the folder `tensorboard` of the run."""
+"""Sink for TensorBoard: event files in the folder `tensorboard` of the run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from torch.utils.tensorboard import SummaryWriter
 
-from npu_vlrl.report.sinks.sinks import Opening, Picture
+from npu_vlrl.report.sinks.sinks import CaptionedImage, Opening
 
 
 class TensorBoardSink:
-    """See `Sink`."""
+    """Sink for TensorBoard, see `Sink`."""
 
     def __init__(self, opening: Opening) -> None:
         # a reader forgets what earlier files say of `first_step` and later ones
@@ -27,10 +27,10 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def pictures(self, step: int, pictures: Sequence[Picture]) -> None:
-        for number, picture in enumerate(pictures):
-            self._writer.add_image(f"trajectory/{number}", picture.rgb, step, dataformats="HWC")
-        self._writer.add_text("trajectory/caption", f"    {pictures[0].caption}", step)
+    def images(self, step: int, images: Sequence[CaptionedImage]) -> None:
+        for number, image in enumerate(images):
+            self._writer.add_image(f"trajectory/{number}", image.rgb, step, dataformats="HWC")
+        self._writer.add_text("trajectory/caption", f"    {images[0].caption}", step)
         self._writer.flush()
 
     def close(self, error: str | None) -> None:

@@ -1,4 +1,4 @@
-"""trackio: a database on this machine, which `trackio show` displays; TRACKIO_SPACE_ID sends it to a Space."""
+"""Sink for trackio: a database on this machine, which `trackio show` displays; TRACKIO_SPACE_ID sends it to a Space."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import trackio
 
-from npu_vlrl.report.sinks.sinks import Opening, Picture
+from npu_vlrl.report.sinks.sinks import CaptionedImage, Opening
 
 PROJECT = "npu_vlrl"
 
 
 class TrackioSink:
-    """See `Sink`."""
+    """Sink for trackio, see `Sink`."""
 
     def __init__(self, opening: Opening) -> None:
         self._run = trackio.init(
@@ -27,8 +27,8 @@ class TrackioSink:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def pictures(self, step: int, pictures: Sequence[Picture]) -> None:
-        shown = {f"trajectory/{k}": trackio.Image(p.rgb, caption=p.caption) for k, p in enumerate(pictures)}
+    def images(self, step: int, images: Sequence[CaptionedImage]) -> None:
+        shown = {f"trajectory/{k}": trackio.Image(p.rgb, caption=p.caption) for k, p in enumerate(images)}
         self._run.log(shown, step=step)
 
     def close(self, error: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases. Its own variables say where to: WANDB_MODE=offline keeps all in the run folder."""
+"""Sink for Weights & Biases. WANDB_MODE=offline keeps everything in the run folder."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import wandb
 
-from npu_vlrl.report.sinks.sinks import Opening, Picture
+from npu_vlrl.report.sinks.sinks import CaptionedImage, Opening
 
 PROJECT = "npu_vlrl"
 
 
 class WandbSink:
-    """See `Sink`."""
+    """Sink for Weights & Biases, see `Sink`."""
 
     def __init__(self, opening: Opening) -> None:
         self._run = wandb.init(
@@ -30,8 +30,8 @@ class WandbSink:
         # a step that the service has already, as after a resume, it leaves as it is
         self._run.log(dict(values), step=step)
 
-    def pictures(self, step: int, pictures: Sequence[Picture]) -> None:
-        shown = [wandb.Image(picture.rgb, caption=picture.caption) for picture in pictures]
+    def images(self, step: int, images: Sequence[CaptionedImage]) -> None:
+        shown = [wandb.Image(image.rgb, caption=image.caption) for image in images]
         self._run.log({"trajectory": shown}, step=step)
 
     def close(self, error: str | None) -> None:

@@ -1,1 +1,1 @@
-"""The records of a run as a page for a browser: one file that needs nothing else, or served while the run goes on."""
+"""Viewer of a run's records in a browser: one self-contained file, or a server while the run goes on."""

@@ -1,4 +1,4 @@
-"""A record as the page shows it: messages instead of ids, and pictures where the model saw them."""
+"""Converts a record to the content of the page: messages instead of ids, and images where the model saw them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from npu_vlrl.report.record_schema import PER_TOKEN
-from npu_vlrl.report.view.pictures import Pictures
+from npu_vlrl.report.view.run_images import RunImages
 from npu_vlrl.report.view.tokens import TokenTexts
 
 BEGIN = "<|im_start|>"
@@ -32,8 +32,8 @@ KEPT_OF_TURNS = ("state", "text", "parsed", "verdict", "tool_calls", "feedback",
 class Content:
     """Describes records. Without `tokens` no text of a context is known; without `patch` no size that a model saw."""
 
-    def __init__(self, pictures: Pictures, tokens: TokenTexts | None, patch: int | None) -> None:
-        self._pictures = pictures
+    def __init__(self, images: RunImages, tokens: TokenTexts | None, patch: int | None) -> None:
+        self._images = images
         self._tokens = tokens
         self._patch = patch
         self.control = tokens.control if tokens else frozenset[int]()
@@ -42,10 +42,11 @@ class Content:
         self._begin = tokens.id_of(BEGIN) if tokens else None
 
     def page(self, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """`records`, and the distinct segments of their contexts, which they name by number: a list of blocks each.
+        """Content of a page: `records`, and the distinct segments of their contexts, which they name by number: lists
+        of blocks.
 
-        A block is what one role says, {"role", "pieces", "ids", "images"}: a piece is a token's text, or the number of
-        the picture that stands there. `pieces` is None where there is no tokenizer.
+        A block is the text of one role, {"role", "pieces", "ids", "images"}: a piece is a token's text, or the number
+        of the image in its place. `pieces` is None where there is no tokenizer.
         """
         segments: dict[str, int] = {}
         blocks: list[list[dict[str, Any]]] = []
@@ -81,13 +82,13 @@ class Content:
             "reward": action.get("reward"),
             "values": {name: action[name] for name in PER_TOKEN if name in action},
             "tool_results": [
-                {**result, "images": [self._picture(name, None) for name in result.get("images", [])]}
+                {**result, "images": [self._described(name, None) for name in result.get("images", [])]}
                 for result in turn.get("tool_results", [])
             ],
         }
 
     def _blocks(self, segment: dict[str, Any]) -> list[dict[str, Any]]:
-        images = [self._picture(image["hash"], image["grid"]) for image in segment.get("images", [])]
+        images = [self._described(image["hash"], image["grid"]) for image in segment.get("images", [])]
         ids = segment["token_ids"]
         if self._tokens is None:
             return [{"role": segment["kind"], "pieces": None, "ids": ids, "images": images}]
@@ -118,9 +119,11 @@ class Content:
         pieces = [piece - first if isinstance(piece, int) else piece for piece in pieces]
         return {"role": role, "pieces": pieces, "ids": ids, "images": [images[i] for i in used]}
 
-    def _picture(self, name: str, grid: list[int] | None) -> dict[str, Any]:
-        """`seen`: [width, height] for the model; `stored`: that of the file, None where it is missing."""
-        found: dict[str, Any] = {"hash": name, "stored": self._pictures.size(name)}
+    def _described(self, name: str, grid: list[int] | None) -> dict[str, Any]:
+        """Sizes of an image, [width, height]: `seen` by the model, and `stored` in the file, None where it is
+        missing.
+        """
+        found: dict[str, Any] = {"hash": name, "stored": self._images.size(name)}
         if grid is not None:
             found |= {"grid": grid, "tokens": _tokens_of(grid)}
             if self._patch:
@@ -133,13 +136,13 @@ def _tokens_of(grid: list[int]) -> int:
 
 
 def _spans(ids: list[int], begin: int | None) -> list[tuple[int, int]]:
-    """Where messages begin and end."""
+    """Spans (begin, end) of the messages."""
     starts = [place for place, token in enumerate(ids) if place == 0 or token == begin]
     return list(itertools.pairwise([*starts, len(ids)]))
 
 
 def _mean_advantage(record: dict[str, Any], k: int) -> float | None:
-    """Of a turn's tokens; None for one that was not trained."""
+    """Mean advantage of a turn's tokens; None for a turn that was not trained."""
     advantages = record.get("advantages") or {}
     values = advantages.get(record["id"]) or [None] * k + (advantages.get(f"{record['id']}/{k}") or [None])
     found: float | None = values[k] if k < len(values) else None

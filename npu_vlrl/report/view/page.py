@@ -1,4 +1,4 @@
-"""The page: its frame from a template, its code and style from files, and the records of a run inside it."""
+"""Builds the page: its frame from a template, its code and style from files, and the records of a run inside it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 
 import jinja2
 
-from npu_vlrl.report.view.pictures import PNG_BYTES
 from npu_vlrl.report.view.records import COLUMNS, PAGE, RunRecords
+from npu_vlrl.report.view.run_images import PNG_BYTES
 
 ASSETS = Path(__file__).parent / "assets"
 
-CODE = ("dom", "source", "pictures", "colour", "episode", "filters", "list", "main")
-"""Files of the page's program; the later ones use what the earlier ones define."""
+CODE = ("dom", "source", "images", "colour", "episode", "filters", "list", "main")
+"""Files of the page's program; later ones use definitions of earlier ones."""
 
 
 def head(records: RunRecords, from_row: int = 0) -> dict[str, Any]:
-    """What the page needs at once: the list from a row on, and what is to be known about the run."""
+    """Data that the page needs at once: the list from a row on, and facts about the run."""
     content = records.content
     return {
         "name": records.folder.resolve().name,
@@ -40,7 +40,7 @@ def head(records: RunRecords, from_row: int = 0) -> dict[str, Any]:
 
 
 def frame(name: str, index: str | None) -> str:
-    """The page without records. `index` is `packed` into it; a page without one asks its server."""
+    """Page without records. `index` is `packed` into it; a page without one requests it from its server."""
     code = "\n".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in CODE)
     code = f'"use strict";\n(() => {{\n{code}\n}})();\n'
     style = (ASSETS / "view.css").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def frame(name: str, index: str | None) -> str:
 
 
 def policy(code: str, style: str, connect: str) -> str:
-    """A Content-Security-Policy under which nothing but this code and this style is run, and nothing is loaded."""
+    """Content-Security-Policy under which only this code and this style run, and nothing is loaded."""
     code_hash, style_hash = (
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (code, style)
     )
@@ -68,12 +68,12 @@ def policy(code: str, style: str, connect: str) -> str:
 
 
 def packed(value: Any) -> str:
-    """JSON, compressed, in letters that mean nothing to a browser."""
+    """Packs JSON, compressed, as characters without a meaning in HTML."""
     return base64.b64encode(gzip.compress(json.dumps(value).encode(), 6, mtime=0)).decode()
 
 
 def write_page(records: RunRecords, file: Path) -> int:
-    """Writes all records and pictures of a run into one file, and returns its size in bytes. Raises OSError."""
+    """Writes all records and images of a run into one file, and returns its size in bytes. Raises OSError."""
     part = file.with_name(f"{file.name}.part")
     with part.open("w", encoding="utf-8") as out:
         out.write(frame(records.folder.resolve().name, packed(head(records))))
@@ -85,20 +85,20 @@ def write_page(records: RunRecords, file: Path) -> int:
 
 
 def _blocks(records: RunRecords) -> Iterator[tuple[str, str]]:
-    """Pages first, so that their texts are there early."""
-    pictures: dict[str, None] = {}
+    """Yields the data blocks: pages first, so that their texts are there early."""
+    images: dict[str, None] = {}
     for number in range(records.n_pages):
         page = records.page(number)
-        pictures |= dict.fromkeys(_named(page))
+        images |= dict.fromkeys(_named(page))
         yield f"page-{number}", packed(page)
-    sizes = [file.stat().st_size for name in pictures if (file := records.pictures.file(name))]
+    sizes = [file.stat().st_size for name in images if (file := records.images.file(name))]
     lossy = sum(sizes) > PNG_BYTES
-    for name in pictures:
-        yield f"picture-{name}", base64.b64encode(records.pictures.encoded(name, lossy)).decode()
+    for name in images:
+        yield f"picture-{name}", base64.b64encode(records.images.encoded(name, lossy)).decode()
 
 
 def _named(page: dict[str, Any]) -> Iterator[str]:
-    """Hashes of the pictures of a page that are there."""
+    """Hashes of the existing images of a page."""
     for blocks in page["segments"]:
         yield from (image["hash"] for block in blocks for image in block["images"] if image["stored"])
     for record in page["records"]:

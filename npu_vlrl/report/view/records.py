@@ -1,4 +1,4 @@
-"""The trajectories of a run folder, line by line: what a list needs of each, and pages of all that is in them."""
+"""Reads the trajectories of a run folder line by line: the columns of the list, and pages of full records."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from npu_vlrl.model.families import family_of_path
 from npu_vlrl.model.images import image_processor
 from npu_vlrl.report.record_schema import read_record
 from npu_vlrl.report.view.content import Content
-from npu_vlrl.report.view.pictures import Pictures
+from npu_vlrl.report.view.run_images import RunImages
 from npu_vlrl.report.view.tokens import find_tokenizer
 from npu_vlrl.workflow.export import trajectory_reward
 
 PAGE = 40
-"""Trajectories that are parsed together."""
+"""Number of trajectories that are parsed together."""
 
 SNIPPET = 96
-"""Characters of the last turn in the list."""
+"""Maximum number of characters of the last turn in the list."""
 
 COLUMNS = (
     *("step", "id", "group", "phase", "task", "source", "status", "solved", "first", "stops", "reward"),
@@ -34,7 +34,7 @@ COLUMNS = (
 
 
 class RunRecords:
-    """The records of a run that may go on: `refresh` finds what was added."""
+    """Records of a run that may be going on: `refresh` finds additions."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError for a folder without records."""
@@ -46,26 +46,26 @@ class RunRecords:
             )
         self._config = _read_config(folder / "config.yaml")
         self._workflow = _reward_settings(self._config)
-        self.pictures = Pictures(folder / "images")
+        self.images = RunImages(folder / "images")
         self._tokens = find_tokenizer([path for path in self._model_folders() if path.is_dir()])
         self._patch = self._patch_size()
-        self.content = Content(self.pictures, self._tokens, self._patch)
+        self.content = Content(self.images, self._tokens, self._patch)
         self._start()
         self.generation = 0
-        """Changes when what was there has changed, as when a resumed run repeats steps."""
+        """Number that changes when earlier records changed, as when a resumed run repeats steps."""
         self.refresh()
 
     def _start(self) -> None:
         self.rows: list[list[Any]] = []
-        """What `COLUMNS` names, of each trajectory."""
+        """Values of `COLUMNS` for each trajectory."""
         self.unreadable = 0
-        """Complete lines that are no record."""
+        """Number of complete lines that are no record."""
         self._places: list[tuple[int, int]] = []
         self._end = 0
         self._last = b""
 
     def refresh(self) -> None:
-        """Reads complete lines that were added; starts anew when the file is another one."""
+        """Reads complete lines that were added; starts again when the file was replaced."""
         with self._file.open("rb") as file:
             if self._last and not self._still_there(file):
                 self._start()
@@ -86,12 +86,12 @@ class RunRecords:
 
     @property
     def notes(self) -> list[str]:
-        """What the page says about what could not be found."""
+        """Notes of the page about missing parts."""
         found = []
         if self._tokens is None:
             found.append("No tokenizer was found: turns are shown as text, and their tokens cannot be.")
         if self._patch is None and any(row[COLUMNS.index("picture")] for row in self.rows):
-            found.append("No image processor was found: pictures are shown at the size of their files.")
+            found.append("No image processor was found: images are shown at the size of their files.")
         return found
 
     @property
@@ -142,7 +142,7 @@ class RunRecords:
         ]
 
     def _reward(self, turns: list[dict[str, Any]]) -> float | None:
-        """That of the episode, by the rule that it was trained with; None where it is not known."""
+        """Reward of the episode, by the rule that it was trained with; None where it is not known."""
         rewards = [turn["action"].get("reward") for turn in turns]
         verdicts = [(turn.get("verdict") or {}).get("reward") for turn in turns]
         known = [reward for reward in rewards if reward is not None]
@@ -156,7 +156,7 @@ class RunRecords:
         return str(_section(self._config, "model").get("path", ""))
 
     def _model_folders(self) -> list[Path]:
-        """Where tokenizer and image processor may be, best first; a comparison names the run that it comes from."""
+        """Folders where tokenizer and image processor may be, best first; a comparison names its run."""
         origin = _section(self._config, "run").get("dir")
         found: list[Path] = []
         for folder in (self.folder, *([Path(origin)] if isinstance(origin, str) else [])):
@@ -176,7 +176,7 @@ class RunRecords:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """As it was written, also by another release with other keys; empty when there is none."""
+    """Configuration as it was written, also by another release with other keys; empty when there is none."""
     try:
         found = read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, YAMLError):
@@ -190,7 +190,7 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _reward_settings(config: dict[str, Any]) -> WorkflowConfig:
-    """How episodes are rewarded; as by default where a config.yaml does not tell, or tells what nobody knows."""
+    """Reward settings of the episodes; the defaults where config.yaml lacks them or holds unknown values."""
     told = _section(config, "workflow")
     try:
         return WorkflowConfig(**{key: told[key] for key in ("reward_mode", "turn_discount") if key in told})

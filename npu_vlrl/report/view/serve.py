@@ -1,4 +1,4 @@
-"""Serves a run on this machine while it goes on; each request reads what it needs from the run folder."""
+"""Serves the viewer of a run on this machine; each request reads its data from the run folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HOST = "127.0.0.1"
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Listens on the loopback interface; who does not know the `token` of `url` is told nothing."""
+    """Server on the loopback interface; requests without the `token` of `url` are refused."""
 
     daemon_threads = True
 
     def __init__(self, records: RunRecords, port: int = 0) -> None:
-        """Port 0 takes a free one. Raises OSError when the port is taken."""
+        """Starts to listen. Port 0 takes a free one. Raises OSError when the port is taken."""
         super().__init__((HOST, port), _Handler)
         self.records = records
         self.lock = threading.Lock()
@@ -32,13 +32,13 @@ class ViewServer(ThreadingHTTPServer):
         self.page = frame(records.folder.resolve().name, None).encode()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that left in the middle of an answer is no error."""
+        """Ignores a browser that left in the middle of an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
     @property
     def authorities(self) -> set[str]:
-        """What a browser of this machine may call this server; another name is a stranger's, led here by his DNS."""
+        """Authorities by which a browser on this machine may address this server; others come from DNS rebinding."""
         return {f"{host}:{self.server_port}" for host in (HOST, "localhost")}
 
     @property
@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """`/`, `/index?from=N&generation=N`, `/page?number=N` or `/picture?hash=H`, each with the token."""
+        """Answers `/`, `/index?from=N&generation=N`, `/page?number=N` or `/picture?hash=H`, each with the token."""
         target = urlsplit(self.path)
         words = {name: values[-1] for name, values in parse_qs(target.query).items()}
         given = words.get("token", "").encode("utf-8", "replace")
@@ -67,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, kind, data)
 
     def _found(self, path: str, words: dict[str, str]) -> tuple[str, bytes]:
-        """Type and content. Raises KeyError, ValueError, IndexError or OSError for what is not there."""
+        """Content type and content. Raises KeyError, ValueError, IndexError or OSError where there is none."""
         records = self.server.records
         match path:
             case "/":
@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
                 with self.server.lock:
                     return _json(records.page(int(words["number"])))
             case "/picture":
-                file = records.pictures.file(words["hash"])
+                file = records.images.file(words["hash"])
                 if file is not None:
                     return "image/png", file.read_bytes()
         raise KeyError(path)
@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing: the token would stand in every line."""
+        """Logs nothing: every line would hold the token."""
 
 
 def _json(value: Any) -> tuple[str, bytes]:

@@ -1,4 +1,4 @@
-"""Ids back to text, token by token: characters of a byte-level BPE may span several tokens."""
+"""Converts ids back to text, token by token: characters of a byte-level BPE may span several tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from npu_vlrl.model.families import CHATML, family_of_path
 
 
 def _byte_of_character() -> dict[str, int]:
-    """What stands for each byte in the vocabularies of byte-level BPEs (Radford et al. 2019): itself where it can be
-    seen in Latin-1, and else the next character from U+0100 on.
+    """Character of each byte in the vocabularies of byte-level BPEs (Radford et al. 2019): the byte itself where it is
+    visible in Latin-1, and else the next character from U+0100 on.
     """
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in seen]
@@ -25,7 +25,7 @@ BYTES = _byte_of_character()
 
 
 class TokenTexts:
-    """The texts of a tokenizer's tokens. Raises OSError or ValueError when `folder` has no tokenizer.json to read."""
+    """Texts of a tokenizer's tokens. Raises OSError or ValueError when `folder` has no readable tokenizer.json."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -36,7 +36,7 @@ class TokenTexts:
             raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from error
         family = family_of_path(str(folder))
         self.chat = CHATML if family is None else family.chat
-        """The control tokens of the folder's model."""
+        """Control tokens of the folder's model."""
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {number: token.content for number, token in added.items()}
         self.control = frozenset(number for number, token in added.items() if token.special)
@@ -48,7 +48,7 @@ class TokenTexts:
         return found
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The text of each token. A character that spans several stands on the last of them, the others are empty;
+        """Text of each token. A character that spans several tokens stands at the last of them, the others are empty;
         bytes that are no character become U+FFFD.
         """
         reader = codecs.getincrementaldecoder("utf-8")("replace")
@@ -73,7 +73,7 @@ class TokenTexts:
 
 
 def find_tokenizer(candidates: Sequence[Path]) -> TokenTexts | None:
-    """That of the first folder with one that can be read."""
+    """Tokenizer texts of the first folder with a readable tokenizer."""
     for folder in candidates:
         try:
             return TokenTexts(folder)

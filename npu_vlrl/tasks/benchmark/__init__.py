@@ -1,1 +1,1 @@
-"""Published benchmarks, from local files, as parquet in verl's schema; the reward rule `benchmark` scores them."""
+"""Published benchmarks, converted from local files to parquet in verl's schema and scored by the rule `benchmark`."""

@@ -10,8 +10,8 @@ INSTRUCTION = "Answer with a single word or number in \\boxed{}."
 
 
 def question(row: Row, number: int, seed: int) -> Question:
-    """Fields: image (or imgname), question (or query), answer (or label, a text or a list of one); and of who asked:
-    type (human_test …), human_or_machine (0 …), or the file's name (test_human.json …).
+    """Fields: image (or imgname), question (or query), answer (or label, a text or a list of one); and, of the
+    question's author: type (human_test …), human_or_machine (0 …), or the file's name (test_human.json …).
     """
     label = row.get("answer", "label")
     if isinstance(label, list) and len(label) == 1:
@@ -22,7 +22,7 @@ def question(row: Row, number: int, seed: int) -> Question:
         str(number),
         f"{row.text('question', 'query')}\n{INSTRUCTION}",
         row.as_text(label, "answer", "label"),
-        row.picture("image", "imgname"),
+        row.image("image", "imgname"),
         _asked_by(row),
         "chart",
     )

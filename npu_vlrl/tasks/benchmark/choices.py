@@ -13,9 +13,9 @@ LETTER_INSTRUCTION = "Put the letter of the right option in \\boxed{}."
 
 
 def mme(row: Row, number: int, seed: int) -> Question:
-    """MME (arXiv 2306.13394). Fields: question_id (of the picture), image, question, answer (Yes or No), category.
+    """MME (arXiv 2306.13394). Fields: question_id (of the image), image, question, answer (Yes or No), category.
 
-    The question asks for yes or no itself. Each picture has two questions, which acc+ counts together.
+    The question itself asks for yes or no. Each image has two questions, which acc+ counts together.
     """
     category, name, answer = row.text("category"), row.text("question_id"), row.text("answer")
     if answer.strip().rstrip(".").casefold() not in ("yes", "no"):
@@ -24,7 +24,7 @@ def mme(row: Row, number: int, seed: int) -> Question:
         f"{category}/{name}/{number}",
         row.text("question"),
         answer,
-        row.picture("image"),
+        row.image("image"),
         category,
         category,
         {"picture": f"{category}/{name}"},
@@ -37,7 +37,7 @@ def mmstar(row: Row, number: int, seed: int) -> Question:
         row.text("index"),
         f"{row.text('question')}\n{LETTER_INSTRUCTION}",
         _letter(row),
-        row.picture("image"),
+        row.image("image"),
         row.text("category"),
     )
 
@@ -45,7 +45,7 @@ def mmstar(row: Row, number: int, seed: int) -> Question:
 def gpqa(row: Row, number: int, seed: int) -> Question:
     """GPQA (arXiv 2311.12022). Fields: Question, Correct Answer, Incorrect Answer 1 to 3, Record ID, High-level domain.
 
-    `order` of the result says which answer stands at each letter; 0 is the right one.
+    `order` of the result is the number of the answer at each letter; 0 is the right one.
     """
     fields = ["Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3))]
     answers = [row.text(field).strip() for field in fields]

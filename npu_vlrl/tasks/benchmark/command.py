@@ -1,4 +1,4 @@
-"""`npu-vlrl data benchmark`"""
+"""Command `npu-vlrl data benchmark`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BENCHMARKS = ("mathvista", "mathverse", "chartqa", "mme", "mmstar", "gpqa", "aim
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="one of " + ", ".join(BENCHMARKS))
     parser.add_argument("--source", required=True, metavar="PATH", help="file of the benchmark, or a folder of them")
-    parser.add_argument("--images", metavar="DIR", help="folder of pictures that rows name; default: beside the file")
+    parser.add_argument("--images", metavar="DIR", help="folder of images that rows name; default: beside the file")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for NAME.parquet")
     parser.add_argument("--seed", type=int, default=0, help="of the order of GPQA's options")
 

@@ -1,4 +1,4 @@
-"""From the rows of a benchmark to parquet in verl's schema."""
+"""Converts the rows of a benchmark to parquet in verl's schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from npu_vlrl.tasks.benchmark.rows import Question, Row, read_rows
 from npu_vlrl.types import DataError
 
 Adapter = Callable[[Row, int, int], Question]
-"""A row, its number and the seed -> a question. Raises DataError."""
+"""Function of a row, its number and the seed that returns a question. Raises DataError."""
 
 BENCHMARKS: dict[str, Adapter] = {
     "mathvista": mathvista.question,
@@ -51,8 +51,8 @@ _ROW_GROUP = 64
 def convert(name: str, source: Path, out: Path, images: Path | None, seed: int) -> tuple[Path, int]:
     """Writes `out/NAME.parquet`, in the order of the source; returns it and the number of its rows.
 
-    `seed` shuffles the options of GPQA. Raises DataError for a row that is not as published, naming it; then the file
-    is not written.
+    `seed` shuffles the options of GPQA. Raises DataError, naming the row, for one that is not as published; then no
+    file is written.
     """
     adapter = BENCHMARKS[name]
     rows = (_written(name, adapter(row, number, seed)) for number, row in enumerate(read_rows(source, images)))
@@ -72,12 +72,12 @@ def convert(name: str, source: Path, out: Path, images: Path | None, seed: int) 
 
 
 def _written(name: str, question: Question) -> dict[str, Any]:
-    shown = question.picture is not None
+    shown = question.image is not None
     text = question.text.replace(IMAGE_TAG, "").strip()
     return {
         "data_source": name,
         "prompt": [{"role": "user", "content": f"{IMAGE_TAG if shown else ''}{text}"}],
-        "images": [{"bytes": question.picture, "path": None}] if shown else [],
+        "images": [{"bytes": question.image, "path": None}] if shown else [],
         "ability": "math" if name in ("mathvista", "mathverse", "aime", "math500") else "vqa",
         "reward_model": {"style": "rule", "ground_truth": question.answer},
         "extra_info": {

@@ -8,7 +8,7 @@ from npu_vlrl.types import DataError
 
 
 def question(row: Row, number: int, seed: int) -> Question:
-    """Fields: sample_index, problem_version, question_type, query_cot (or question), image, answer."""
+    """Converts a row. Fields: sample_index, problem_version, question_type, query_cot (or question), image, answer."""
     kind, version = row.text("question_type"), row.text("problem_version")
     if kind not in ("multi-choice", "free-form"):
         raise DataError(f"{row.where}, question_type: {kind!r} is neither multi-choice nor free-form; correct it")
@@ -17,7 +17,7 @@ def question(row: Row, number: int, seed: int) -> Question:
         row.text("sample_index"),
         f"{row.text('query_cot', 'question')}\n{INSTRUCTION}",
         row.text("answer"),
-        None if text_only else row.picture("image"),
+        None if text_only else row.image("image"),
         version,
         None if text_only else "diagram",
         {"question_type": kind},

@@ -1,4 +1,4 @@
-"""MathVista (arXiv 2310.02255), as its data set and its repository publish it."""
+"""MathVista (arXiv 2310.02255), in the format of its data set and of its repository."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ INSTRUCTION = "Put the final answer in \\boxed{}."
 
 
 def question(row: Row, number: int, seed: int) -> Question:
-    """Fields: pid, query (or question), image or decoded_image, choices, answer, question_type, answer_type, precision,
-    metadata.context, metadata.task. `query` holds the official hint and the lettered choices.
+    """Converts a row. Fields: pid, query (or question), image or decoded_image, choices, answer, question_type,
+    answer_type, precision, metadata.context, metadata.task. `query` holds the official hint and the lettered choices.
     """
     kind, answer_type = row.text("question_type"), row.text("answer_type")
     if kind not in ("multi_choice", "free_form"):
@@ -24,7 +24,7 @@ def question(row: Row, number: int, seed: int) -> Question:
         row.text("pid"),
         f"{row.text('query', 'question')}\n{INSTRUCTION}",
         answer,
-        row.picture("decoded_image", "image"),
+        row.image("decoded_image", "image"),
         metadata.get("task"),
         metadata.get("context"),
         {

@@ -1,7 +1,7 @@
-"""Published benchmarks, scored by their own rules: `extra_info.benchmark`, which our adapters write, says which.
+"""Rule `benchmark`: scores published benchmarks by their own rules, chosen by our adapters' `extra_info.benchmark`.
 
-Where a benchmark has a language model find the answer in the text, the text's last `\\boxed{}` is taken, for which our
-prompts ask, and without one what the benchmark's documented rules find.
+Where a benchmark lets a language model find the answer in the text, the text's last `\\boxed{}` is taken, for which our
+prompts ask; without one, the answer that the benchmark's documented rules find.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ Extra = Mapping[str, Any]
 
 
 def score(answer: str, text: str, extra: Extra) -> Verdict:
-    """1 when `text`, outside of its thoughts, answers rightly by the rule of the benchmark, else 0; solved when right.
+    """Scores 1 when `text`, outside of its thoughts, is right by the rule of the benchmark, else 0; solved when right.
 
-    `extra` is `extra_info` of the task. Raises DataError when it names no benchmark, or when `answer` cannot be judged
-    against.
+    `extra` is `extra_info` of the task. Raises DataError when it names no benchmark, or when `answer` is no valid gold.
     """
     rule = _RULES.get(extra.get("benchmark", ""))
     if rule is None:
@@ -45,7 +44,8 @@ def check_gold(answer: str) -> None:
 
 
 def chartqa(answer: str, text: str, extra: Extra) -> bool:
-    """Relaxed accuracy (arXiv 2203.10244, section 5.1): numbers within 5 % of the gold, anything else by its letters.
+    """Whether the answer is right by relaxed accuracy (arXiv 2203.10244, section 5.1): numbers within 5 % of the gold,
+    anything else by its letters.
 
     As in the published code, a percentage is a share, and a gold of 0 has no tolerance.
     """
@@ -58,16 +58,16 @@ def chartqa(answer: str, text: str, extra: Extra) -> bool:
 
 
 def _share(text: str) -> Number | None:
-    """The number of a text; `12%` is 0.12."""
+    """Number of a text; `12%` is 0.12."""
     found = quantity(text)
     return Number(found.value / 100) if found is not None and found.unit == PERCENT else found
 
 
 def mathvista(answer: str, text: str, extra: Extra) -> bool:
-    """The answer found, brought to the form of the gold, is equal to it.
+    """Whether the answer found, brought to the form of the gold, is equal to it.
 
-    Whole numbers lose their decimals, decimal ones are rounded to the gold's `precision`. Of choices it is the one
-    whose letter was given; else the one with the same reading, then the most similar one, by edit distance.
+    Whole numbers lose their decimals, decimal ones are rounded to the gold's `precision`. Among choices the answer is
+    the one whose letter was given; else the one with the same reading, then the most similar one, by edit distance.
     """
     quoted = re.search(r'The answer is "([^"\n]*)"', text)
     found = last_box(text)
@@ -85,7 +85,7 @@ def mathvista(answer: str, text: str, extra: Extra) -> bool:
 
 
 def _rounded(value: Fraction, precision: int) -> Fraction | None:
-    """As floats are rounded and printed, which the published evaluation does."""
+    """Rounds and prints a number as a float, as the published evaluation does; None where it overflows."""
     try:
         return Fraction(str(round(float(value), precision)))
     except OverflowError:
@@ -109,7 +109,7 @@ def _lettered(said: str | None, choices: list[str]) -> str | None:
 
 
 def _distance(one: str, other: str) -> int:
-    """Levenshtein's."""
+    """Levenshtein distance."""
     row = list(range(len(other) + 1))
     for i, mine in enumerate(one, start=1):
         before, row[0] = row[0], i
@@ -119,30 +119,32 @@ def _distance(one: str, other: str) -> int:
 
 
 def mathverse(answer: str, text: str, extra: Extra) -> bool:
-    """The letter of the choice, or the same mathematics (a language model compares them officially)."""
+    """Whether the answer is the letter of the right choice, or the same mathematics (officially a language model
+    compares).
+    """
     if extra.get("question_type") == "multi-choice":
         return letter(text) == answer.strip().strip("()").upper()
     return mathematics(answer, text, extra)
 
 
 def mathematics(answer: str, text: str, extra: Extra) -> bool:
-    """The last box is the gold, as the rule `math_verify` reads them."""
+    """Whether the last box is the gold, as the rule `math_verify` reads them."""
     box = last_box(text)
     return box is not None and equals_published(answer, box)
 
 
 def mme(answer: str, text: str, extra: Extra) -> bool:
-    """Yes or no, found as the published evaluation does."""
+    """Whether yes or no is right, found as in the published evaluation."""
     return yes_or_no(text) == answer.strip().rstrip(".").casefold()
 
 
 def mmstar(answer: str, text: str, extra: Extra) -> bool:
-    """The letter in the box; without one, as published, the one at the beginning."""
+    """Whether the letter in the box is right; without a box, as published, the letter at the beginning."""
     return (first_letter(text) if last_box(text) is None else letter(text)) == answer
 
 
 def gpqa(answer: str, text: str, extra: Extra) -> bool:
-    """The letter in the box, or after `answer is`."""
+    """Whether the letter in the box, or after `answer is`, is right."""
     return letter(text) == answer
 
 

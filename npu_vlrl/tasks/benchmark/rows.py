@@ -1,4 +1,5 @@
-"""Rows of a published benchmark, from its files: parquet, JSON, JSON lines or CSV; pictures inside or beside them."""
+"""Reads rows of a published benchmark from its files: parquet, JSON, JSON lines or CSV, with images in or beside
+them."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 
 @dataclass(frozen=True)
 class Row:
-    """A row, its place in the file for messages, and the folder in which its pictures are."""
+    """A row, its place in the file for messages, and the folder of its images."""
 
     values: Mapping[str, Any]
     where: str
     images: Path
 
     def get(self, *names: str) -> Any:
-        """The first of these fields that is there and not null, or None."""
+        """The first of these fields that is present and not null, or None."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def text(self, *names: str) -> str:
@@ -33,7 +34,7 @@ class Row:
         return self.as_text(self.get(*names), *names)
 
     def as_text(self, value: Any, *names: str) -> str:
-        """A text, or a number as it is written, which stood in one of these fields. Raises DataError for others."""
+        """A text, or a number as it is written, from one of these fields. Raises DataError for others."""
         if isinstance(value, str):
             return value
         try:
@@ -43,10 +44,10 @@ class Row:
             raise DataError(f"{self.where}, {' or '.join(names)}: {error}; {_REMEDY}") from error
         raise DataError(f"{self.where}: expected a text in {' or '.join(names)}, got {value!r:.60}; {_REMEDY}")
 
-    def picture(self, *names: str) -> bytes:
-        """The file of the picture in the first of these fields: bytes, `{bytes, path}` or a path below `images`.
+    def image(self, *names: str) -> bytes:
+        """Content of the image file in the first of these fields: bytes, `{bytes, path}` or a path below `images`.
 
-        Raises DataError when there is none that can be read.
+        Raises DataError when none can be read.
         """
         for name in names:
             value = self.values.get(name)
@@ -57,7 +58,7 @@ class Row:
             if isinstance(value, bytes):
                 decode_image(value, f"{self.where}, {name}")
                 return value
-        raise DataError(f"{self.where}: there is no picture in {' or '.join(names)}; {_REMEDY}")
+        raise DataError(f"{self.where}: there is no image in {' or '.join(names)}; {_REMEDY}")
 
     def _file(self, name: str, column: str) -> bytes:
         file = (self.images / name).resolve()
@@ -71,7 +72,7 @@ _REMEDY = "get the benchmark again in one of the formats of docs/evaluation.md"
 
 @dataclass(frozen=True)
 class Question:
-    """What an adapter makes of a row.
+    """Question that an adapter makes of a row.
 
     Example: `Question("aime/1", "Find x. …", "204", category="2024")`
     """
@@ -79,18 +80,18 @@ class Question:
     id: str
     text: str
     answer: str
-    picture: bytes | None = None
-    """Shown before the text."""
+    image: bytes | None = None
+    """Content of the image file, shown before the text; None for a text-only question."""
     category: str | None = None
     image_type: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What its scoring needs, and how it was made; fields of `convert.EXTRA`."""
+    """Data that the scoring needs, and the origin of the question; fields of `convert.EXTRA`."""
 
 
 def read_rows(source: Path, images: Path | None) -> Iterator[Row]:
-    """Rows of a file, or of all files of one kind in a folder, in the order of their names.
+    """Reads the rows of a file, or of all files of one kind in a folder, in the order of their names.
 
-    Pictures that rows only name are looked for in `images`, by default beside the file. Raises DataError.
+    Images that rows only name are looked up in `images`, by default beside the file. Raises DataError.
     """
     for file in _files(source):
         for where, values in _read(file):
@@ -118,7 +119,7 @@ def _read(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _entries(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A list of objects, or an object of them by id."""
+    """Entries of a JSON file: a list of objects, or an object of them by id."""
     try:
         values = parse_json(file.read_bytes())
     except (ValueError, RecursionError) as error:

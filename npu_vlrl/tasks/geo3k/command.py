@@ -1,4 +1,4 @@
-"""`npu-vlrl data geo3k`"""
+"""Command `npu-vlrl data geo3k`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The 60 geometry problems of `SAMPLE` as parquet in verl's schema.
+"""Writes the 60 geometry problems of `SAMPLE` as parquet in verl's schema.
 
 Answers stay as published, because math-verify judges them as they are. Where the published answer is the letter of a
 choice (MATH-Vision), the choices are lettered and the letter is asked for; where it is a value (Geometry3K), the
@@ -25,12 +25,12 @@ from npu_vlrl.data.records import control_character, written_schema
 from npu_vlrl.types import DataError
 
 SAMPLE = Path(__file__).parent / "sample"
-"""problems.jsonl, images/, and LICENSES/ of both."""
+"""Folder of problems.jsonl, images/, and LICENSES/ of both."""
 
 INSTRUCTION = "Think step by step and put the final answer in \\boxed{}."
 
 ORIGINS = {"geometry3k": "geometry3k", "mathv": "math_vision", "mathverse": "mathverse"}
-"""Beginning of a row's id -> data_source."""
+"""Data source by the beginning of a row's id."""
 
 MISREAD = {"mathv_2825": "math-verify takes `2^{12} 13^2` for 2^12 * 1 * 3^2, so the right answer would score 0"}
 
@@ -96,8 +96,8 @@ def _row(problem: Mapping[str, Any], source: Path, where: str) -> dict[str, Any]
     if not file.is_relative_to(source.resolve()) or not file.is_file():
         raise DataError(f"{where}, image: there is no {problem['image']} in {source}; restore the sample")
     data = file.read_bytes()
-    with PIL.Image.open(io.BytesIO(data)) as picture:
-        extra = {"id": problem["id"], "mode": picture.mode, "width": picture.width, "height": picture.height}
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        extra = {"id": problem["id"], "mode": image.mode, "width": image.width, "height": image.height}
     return {
         "data_source": ORIGINS[problem["id"].split("_")[0]],
         "prompt": [{"role": "user", "content": _prompt(problem)}],
@@ -109,7 +109,9 @@ def _row(problem: Mapping[str, Any], source: Path, where: str) -> dict[str, Any]
 
 
 def _prompt(problem: Mapping[str, Any]) -> str:
-    """MATH-Vision marks the figure's place itself, and has `\\n` spelt out where a line ends (not so in `\\nu`)."""
+    """Prompt of a problem. MATH-Vision marks the figure's place, and spells out line ends as `\\n` (not so in
+    `\\nu`).
+    """
     question = re.sub(r"\\n(?![a-z])", "\n", problem["question"]).strip()
     if IMAGE_TAG not in question:
         question = IMAGE_TAG + question

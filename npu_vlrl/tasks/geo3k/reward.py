@@ -1,4 +1,4 @@
-"""Geometry3K: 0.9 for the right answer and 0.1 for thinking before it."""
+"""Rule `geometry3k`: 0.9 for the right answer and 0.1 for thinking before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_gold", "score"]
 
 
 def score(answer: str, text: str) -> Verdict:
-    """0.9 * accuracy + 0.1 * format; solved by accuracy alone, so that a correct, unformatted answer is not retried.
+    """Scores 0.9 * accuracy + 0.1 * format; solved by accuracy alone, lest a correct, unformatted answer be retried.
 
     Accuracy: the last box outside of thoughts equals `answer` by math-verify. Format: the text is one thought, which
     ends with `</think>`, and then an answer with a `\\boxed{…}`. The `<think>` may be missing: where the chat template

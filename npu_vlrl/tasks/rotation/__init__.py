@@ -1,4 +1,4 @@
-"""Turned photographs: by how many degrees must one be rotated to stand upright?"""
+"""Task `rotation`: tell by how many degrees a turned photograph must be rotated to stand upright."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Angles in degrees: reading one from a text, and how far two are apart."""
+"""Angles in degrees: reads them from a text, and computes and scores their distance."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Distance = Literal["circular", "linear"]
 NO_ANGLE_FEEDBACK = "Your answer holds no angle. Write it in degrees as <answer>90</answer>."
 
 _LARGEST = 10**15
-"""Degrees; beyond it a float does not tell one degree from the next."""
+"""Largest angle in degrees; beyond it a float cannot represent every degree."""
 
 
 def read_angle(content: str) -> float | None:
-    """The number of degrees in `content`, with or without their sign, in any writing; None for anything else."""
+    """Reads the number of degrees in `content`, with or without a degree sign, in any notation; else None."""
     found = quantity(content)
     if found is None or abs(found.value) > _LARGEST:
         return None
@@ -36,11 +36,11 @@ def apart(angle: float, gold: float, distance: Distance) -> float:
 
 
 def score_angle(answer: str, text: str, zero_at: float, distance: Distance, solved_within: float) -> Verdict:
-    """Reward max(0, 1 - d / zero_at) for d degrees between `answer` and the last `<answer>…</answer>` of `text`,
+    """Scores max(0, 1 - d / zero_at) for d degrees between `answer` and the last `<answer>…</answer>` of `text`,
     outside of its thoughts.
 
-    Solved when d is at most `solved_within`. No angle scores 0. Raises ValueError for a bad option, DataError for an
-    `answer` that is no angle. Takes time linear in `text`.
+    Solved when d is at most `solved_within`. A text without an angle scores 0. Raises ValueError for a bad option,
+    DataError for an `answer` that is no angle. Takes time linear in `text`.
     """
     if distance not in ("circular", "linear"):
         raise ValueError(f"distance is {distance!r}; it must be 'circular' or 'linear'")

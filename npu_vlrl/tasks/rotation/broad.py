@@ -1,4 +1,4 @@
-"""The angle of a rotated picture: every degree counts, up to half a turn."""
+"""Rule `rotation_broad`: scores the angle of a rotated image; every degree counts, up to half a turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ INLINE = True
 
 
 def score(answer: str, text: str, *, distance: Distance = "circular", solved_within: float = 5.0) -> Verdict:
-    """max(0, 1 - d/180), d in degrees; see `score_angle`."""
+    """Scores max(0, 1 - d/180), d in degrees; see `score_angle`."""
     return score_angle(answer, text, 180.0, distance, solved_within)
 
 

@@ -1,4 +1,4 @@
-"""`npu-vlrl data rotation`"""
+"""Command `npu-vlrl data rotation`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--photos", metavar="DIR", type=Path, help="upright .jpg, .png, .webp files, also below; else four samples"
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for train.parquet and test.parquet")
-    parser.add_argument("--per-photo", type=int, default=1, metavar="N", help="pictures made of each photograph")
+    parser.add_argument("--per-photo", type=int, default=1, metavar="N", help="images made of each photograph")
     parser.add_argument(
         "--angles", nargs="+", default=["continuous"], metavar="WORD", help="continuous, or multiples-of K degrees"
     )
-    parser.add_argument("--size", type=int, default=224, metavar="N", help="largest side of the pictures in pixels")
+    parser.add_argument("--size", type=int, default=224, metavar="N", help="largest side of the images in pixels")
     parser.add_argument("--eval-share", type=float, default=0.25, help="share of the photographs for test.parquet")
     parser.add_argument("--seed", type=int, default=0)
 

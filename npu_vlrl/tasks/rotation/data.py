@@ -1,7 +1,7 @@
-"""Turned photographs from any folder, as parquet in verl's schema. The answer is the angle that stands them upright.
+"""Writes turned photographs from any folder as parquet in verl's schema. The answer turns one upright.
 
 The angle is in degrees counter-clockwise, as the `rotate` tool takes it: the photograph was turned clockwise by it.
-Nothing but the content may tell it. So every picture is a square that lies wholly inside the turned photograph, of the
+Only the content may reveal it. Therefore every image is a square that lies wholly inside the turned photograph, of the
 same size at any angle: there are no empty corners, and neither shape nor scale depends on the angle. The photographs
 must stand upright themselves.
 """
@@ -28,18 +28,18 @@ from npu_vlrl.data.records import written_schema
 from npu_vlrl.types import DataError, Image
 
 PHOTOS = Path(__file__).parents[1] / "photos"
-"""Four photographs that come with the package."""
+"""Folder of the four photographs of the package."""
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
 SMALLEST = 28
-"""Side of the smallest picture, in pixels."""
+"""Minimum side of an image, in pixels."""
 
 CONTINUOUS = 0.1
-"""Degrees between the angles of a continuous choice, finer than an eye can tell."""
+"""Step of angles drawn continuously, in degrees; finer than an eye can tell."""
 
 DIRECTION = "counter-clockwise"
-"""The way in which the answer turns the picture upright."""
+"""Direction in which the answer turns the image upright."""
 
 QUESTION = (
     f"{IMAGE_TAG}This photo was turned. By how many degrees {DIRECTION} must it be rotated to stand upright? "
@@ -53,24 +53,24 @@ _ROW_GROUP = 64
 
 @dataclass
 class Report:
-    """What became of a folder."""
+    """Counts of a conversion: images written, photographs used, and files left out."""
 
     rows: dict[str, int] = field(default_factory=lambda: {"train": 0, "test": 0})
     photos: int = 0
-    """Different ones that are used."""
+    """Number of different photographs that are used."""
     duplicates: dict[str, str] = field(default_factory=dict)
-    """Photos left out, with the one that each is equal to."""
+    """Photographs left out as duplicates, with the one that each is equal to."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Photos left out, with what is wrong with each."""
+    """Files left out, with the fault of each."""
 
 
 def convert(photos: Path, out: Path, per_photo: int, step: float, size: int, eval_share: float, seed: int) -> Report:
-    """Writes out/train.parquet and out/test.parquet from the photographs in the folder `photos` and those below it.
+    """Writes out/train.parquet and out/test.parquet from the photographs in the folder `photos` and its subfolders.
 
-    Each gives `per_photo` pictures (see `turned`), at angles that are multiples of `step` degrees and depend on `seed`
-    and its own pixels only. `eval_share` of the photographs, drawn by `seed`, go to the test file with all their
-    pictures. Of photographs with equal pixels one is used. A file that cannot be used is skipped. Raises DataError when
-    a file of the two would stay empty against the wish, and ValueError for a number out of range.
+    Each photograph gives `per_photo` images (see `turned`), at angles that are multiples of `step` degrees and depend
+    on `seed` and its own pixels only. `eval_share` of the photographs, drawn by `seed`, go to the test file with all
+    their images. Duplicates with equal pixels are used once. A file that cannot be used is skipped. Raises DataError
+    when one of the two files would be empty unintentionally, and ValueError for a number out of range.
     """
     _check(per_photo, step, size, eval_share)
     report = Report()
@@ -99,7 +99,7 @@ def convert(photos: Path, out: Path, per_photo: int, step: float, size: int, eva
 
 
 def turned(photo: Image, angle: float, size: int) -> Image:
-    """The middle of `photo`, turned clockwise by `angle` degrees: a square of `size` pixels.
+    """Cuts the middle out of `photo`, turned clockwise by `angle` degrees: a square of `size` pixels.
 
     Its corners lie inside the photograph at any angle. It is smaller where the photograph would have to be enlarged.
     Raises DataError when it would be smaller than `SMALLEST`.
@@ -118,12 +118,12 @@ def turned(photo: Image, angle: float, size: int) -> Image:
 
 
 def _canvas(side: int) -> int:
-    """Side of the square in which one of `side` pixels can be turned, with a pixel to spare for interpolation."""
+    """Side of the square in which a square of `side` pixels can be turned, with a pixel to spare for interpolation."""
     return side + 2 * math.ceil((math.sqrt(2) - 1) * side / 2 + 1)
 
 
 def _side(photo: Image, size: int) -> int:
-    """Of the picture that `photo` gives: the largest of at most `size` whose canvas needs no enlarging."""
+    """Side of the image from `photo`: the largest of at most `size` whose canvas needs no enlarging."""
     width, height = photo.size
     side = min(size, int(min(width, height) / math.sqrt(2)))
     while _canvas(side) > min(width, height):
@@ -145,7 +145,7 @@ def _check(per_photo: int, step: float, size: int, eval_share: float) -> None:
 
 
 def _names(photos: Path, seed: int) -> list[Path]:
-    """Photograph files relative to the folder, in an order drawn by `seed`. Links to folders are not followed."""
+    """Paths of photographs relative to the folder, in an order drawn by `seed`. Links to folders are not followed."""
     if not photos.is_dir():
         raise DataError(f"{photos}: there is no such folder; name the one that holds the photos")
     found = sorted(
@@ -161,7 +161,7 @@ def _names(photos: Path, seed: int) -> list[Path]:
 
 
 def _different(photos: Path, names: list[Path], report: Report) -> Iterator[tuple[Image, str]]:
-    """Photographs that can be used, each once, with a name that is valid text; `report` notes the others."""
+    """Yields the usable photographs, each once, with a name that is valid text; `report` notes the others."""
     first: dict[str, str] = {}
     for path in names:
         name = os.fsencode(path).decode("utf-8", "replace")

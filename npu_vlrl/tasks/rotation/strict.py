@@ -1,4 +1,4 @@
-"""The angle of a rotated picture: nothing beyond 45 degrees."""
+"""Rule `rotation_strict`: scores the angle of a rotated image; 0 beyond 45 degrees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ INLINE = True
 
 
 def score(answer: str, text: str, *, distance: Distance = "circular", solved_within: float = 5.0) -> Verdict:
-    """1 - d/45 for d of at most 45 degrees, else 0; see `score_angle`."""
+    """Scores 1 - d/45 for d of at most 45 degrees, else 0; see `score_angle`."""
     return score_angle(answer, text, 45.0, distance, solved_within)
 
 

@@ -36,7 +36,7 @@ STARTER: Values = {
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0
 
 SMALLEST, SMALLEST_TILE = 5, 4
-"""Limits of `size` and `tile`: in 4x4 cells every box stands in a corner, and smaller sprites cannot be told apart."""
+"""Limits of `size` and `tile`: in 4x4 cells every box stands in a corner, and smaller sprites are indistinguishable."""
 
 RULES = """\
 You play Sokoban: push every box on a target. The picture shows the room from above. Red bricks are walls, black is \
@@ -48,18 +48,18 @@ Every action costs 0.1. Pushing a box on a target earns 1, pushing it off costs 
 
 
 class Sokoban:
-    """See `environments.game.Game`. Rewards as in gym-sokoban and VAGEN: terms `step`, `box` and `solved`."""
+    """Game Sokoban, see `environments.game.Game`. Terms `step`, `box` and `solved` as in gym-sokoban and VAGEN."""
 
     actions = ACTIONS
     rules = RULES
 
     def __init__(self, level: Callable[[int], State], tile: int) -> None:
-        """`level`: seed -> the state to start in; `tile`: side of a cell in the picture, in pixels."""
+        """`level`: seed -> the state to start in; `tile`: side of a cell in the image, in pixels."""
         self._level = level
         self._tile = tile
 
     def start(self, seed: int) -> None:
-        """Raises DataError when the seed has no room."""
+        """Starts a room. Raises DataError when the seed has none."""
         self.state = self._level(seed)
 
     def act(self, action: str) -> Move:
@@ -81,7 +81,7 @@ class Sokoban:
         return level_text(self.state)
 
     def solution(self) -> list[str] | None:
-        """A shortest one; None also for a level that is too hard for `solve`."""
+        """A shortest solution; None also for a level that is too hard for `solve`."""
         return solve(self.state)
 
 
@@ -94,7 +94,7 @@ def game(
     levels: str | None = None,
     tile: int = 28,
 ) -> Sokoban:
-    """Rooms made from the seed, or levels of a file, of which the seed chooses one: number seed modulo their count.
+    """Makes rooms from the seed, or plays levels of a file: level number seed modulo their count.
 
     Args:
         size: Side of a made room in cells, with its wall; 6 if not given.
@@ -102,7 +102,7 @@ def game(
         min_solution: The shortest solution of a made room has at least as many actions.
         max_solution: The shortest solution of a made room has at most as many actions.
         levels: A file of levels instead, `hard_003` or `unfiltered_test_000` of Boxoban, or a path.
-        tile: Side of a cell in the picture, in pixels. 28 is one token of Qwen2.5-VL, 32 of Qwen3-VL.
+        tile: Side of a cell in the image, in pixels. 28 is one token of Qwen2.5-VL, 32 of Qwen3-VL.
 
     Raises ValueError for options that do not fit, and DataError for levels that cannot be read or rooms not found.
     """
@@ -121,7 +121,7 @@ def game(
 def _rooms(
     size: int = 6, boxes: int = 1, min_solution: int = 1, max_solution: int | None = None
 ) -> Callable[[int], State]:
-    """Seed -> room. Raises DataError when there is none for seed 0, so that limits which no room keeps show at once."""
+    """Function seed -> room. Raises DataError when seed 0 has no room, so that impossible limits show at once."""
     if size < SMALLEST:
         raise ValueError(f"sokoban: size is {size}; it must be at least {SMALLEST} cells, the wall included")
     if not 1 <= boxes <= (size - 2) ** 2 - 2:

@@ -1,4 +1,4 @@
-"""The picture of a state: one square sprite a cell."""
+"""Draws the image of a state: one square sprite a cell."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ SPRITES = {
     "@": "player",
     "+": "player_on_target",
 }
-"""Character of a level -> file of its sprite, 16x16 pixels."""
+"""File of the sprite of each character of a level, 16x16 pixels."""
 
 
 def draw(state: State, tile: int) -> Image:
-    """uint8 [height * tile, width * tile, 3]; equal for equal states. `tile` is the side of a cell in pixels."""
+    """Draws a state, uint8 [height * tile, width * tile, 3]; equal for equal states. `tile`: side of a cell in
+    pixels.
+    """
     sprites = _sprites(tile)
     rows = [np.concatenate([sprites[character] for character in row], 1) for row in level_text(state).split("\n")]
     return Image(np.concatenate(rows, 0))
@@ -34,7 +36,7 @@ def draw(state: State, tile: int) -> Image:
 
 @cache
 def _sprites(tile: int) -> dict[str, np.ndarray]:
-    """Enlarged by repeating pixels, or made smaller by averaging them."""
+    """Sprites scaled to `tile`: enlarged by repeating pixels, or reduced by averaging them."""
     folder = importlib.resources.files(__package__) / "assets" / "sprites"
     sprites = {}
     for character, name in SPRITES.items():

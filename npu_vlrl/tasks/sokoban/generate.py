@@ -1,7 +1,6 @@
-"""Solvable rooms from a seed: dug by a random walk, and played backwards from the solved room.
+"""Makes solvable rooms from a seed: dug by a random walk, and played backwards from the solved room.
 
-The idea is that of gym-sokoban (Schrader 2018), after Weber et al. (2017, arXiv 1707.06203): what pulls bring about,
-pushes undo.
+The idea is that of gym-sokoban (Schrader 2018), after Weber et al. (2017, arXiv 1707.06203): a push undoes a pull.
 """
 
 from __future__ import annotations
@@ -14,17 +13,18 @@ from npu_vlrl.tasks.sokoban.solve import solve
 from npu_vlrl.types import DataError
 
 ATTEMPTS = 1000
-"""Rooms that are tried for one seed."""
+"""Maximum number of rooms that are tried for one seed."""
 PULLS = 10
-"""Pulls of a box, on average."""
+"""Average number of pulls of a box."""
 
 
 @lru_cache(maxsize=1024)
 def generate(seed: int, size: int, boxes: int, min_solution: int, max_solution: int | None) -> State:
-    """A room of `size` x `size` cells with its outer wall, and no box on a target; the same for the same arguments.
+    """Makes a room of `size` x `size` cells with its outer wall, and no box on a target. Equal arguments give equal
+    rooms.
 
-    The shortest solution has from `min_solution` to `max_solution` actions; None is no limit. A room of which `solve`
-    does not know it is not taken, unless any length will do. Raises DataError when `ATTEMPTS` rooms are not enough.
+    The shortest solution has from `min_solution` to `max_solution` actions; None is no limit. A room that `solve`
+    cannot solve is not taken, unless there is no limit. Raises DataError when `ATTEMPTS` rooms are not enough.
     """
     rng = random.Random(f"sokoban/{size}/{boxes}/{seed}")
     for _ in range(ATTEMPTS):
@@ -39,7 +39,7 @@ def generate(seed: int, size: int, boxes: int, min_solution: int, max_solution: 
 
 
 def _dug(size: int, boxes: int, rng: random.Random) -> Room:
-    """Half of the inside or more is dug out, in one piece; the targets are any cells of it."""
+    """Digs out half of the inside or more, in one piece; the targets are any cells of it."""
     inside = {row * size + column for row in range(1, size - 1) for column in range(1, size - 1)}
     wanted = rng.randint(max(len(inside) // 2, boxes + 2), len(inside))
     cell = rng.choice(sorted(inside))
@@ -53,7 +53,7 @@ def _dug(size: int, boxes: int, rng: random.Random) -> Room:
 
 
 def _played_back(room: Room, rng: random.Random) -> State:
-    """From the solved room by random pulls; it may be that no box can be pulled."""
+    """Plays random pulls from the solved room; the result may have no box that can be pulled."""
     boxes = room.targets
     player = rng.choice(sorted(room.floor - boxes))
     for _ in range(PULLS * len(boxes)):

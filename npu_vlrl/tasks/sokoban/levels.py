@@ -14,14 +14,14 @@ from npu_vlrl.tasks.sokoban.rules import Room, State
 from npu_vlrl.types import DataError
 
 SHIPPED = ("hard_003", "unfiltered_test_000")
-"""Files of Boxoban that come with the package: 332 and 1000 levels of 10x10 cells with 4 boxes."""
+"""Files of Boxoban in the package: 332 and 1000 levels of 10x10 cells with 4 boxes."""
 
 _CHARACTERS = "# .$*@+"
 
 
 @cache
 def read_levels(source: str) -> tuple[State, ...]:
-    """The levels of a file, in its order; `source` is one of `SHIPPED` or a path.
+    """Reads the levels of a file, in its order; `source` is one of `SHIPPED` or a path.
 
     Raises DataError for a missing or empty file, and for a level that cannot be played, with file and level.
     """
@@ -45,7 +45,7 @@ def read_levels(source: str) -> tuple[State, ...]:
 
 
 def parse_level(rows: Sequence[str], name: str = "level") -> State:
-    """Reads one level. Short rows are filled up; what the player cannot reach, boxes put aside, becomes wall.
+    """Reads one level. Short rows are filled up; cells that the player cannot reach, disregarding boxes, become wall.
 
     Raises DataError, beginning with `name`, for a level that cannot be played.
     """

@@ -1,4 +1,4 @@
-"""Sokoban's rules: who stands where, and what a move does.
+"""Rules of Sokoban: positions of player and boxes, and the effect of a move.
 
 Cells are numbers, row by row from the upper left corner: row * width + column.
 """
@@ -14,7 +14,7 @@ ACTIONS = ("Up", "Down", "Left", "Right")
 
 @dataclass(frozen=True)
 class Room:
-    """What never moves. All that is no floor is wall, and the border of the grid is no floor.
+    """Fixed part of a level. Every cell that is not floor is wall, and the border of the grid is no floor.
 
     Example: `Room(width=5, height=3, floor=frozenset({6, 7, 8}), targets=frozenset({8}))`
     """
@@ -27,11 +27,11 @@ class Room:
 
     @cached_property
     def steps(self) -> dict[str, int]:
-        """What each action adds to the number of a cell."""
+        """Offset that each action adds to the number of a cell."""
         return {"Up": -self.width, "Down": self.width, "Left": -1, "Right": 1}
 
     def moved(self, player: int, boxes: frozenset[int], action: str) -> tuple[int, frozenset[int]]:
-        """Player and boxes after an action.
+        """Computes player and boxes after an action.
 
         The player walks, or pushes the one box ahead of it; a wall ahead, or a wall or another box behind that box,
         leaves all as it is.
@@ -47,7 +47,7 @@ class Room:
         return ahead, boxes - {ahead} | {beyond}
 
     def reach(self, player: int, boxes: Set[int] = frozenset()) -> set[int]:
-        """The cells that the player can walk to without a push."""
+        """Cells that the player can walk to without a push."""
         reached, waiting = {player}, [player]
         while waiting:
             cell = waiting.pop()
@@ -69,7 +69,7 @@ class State:
 
     @property
     def on_target(self) -> int:
-        """How many boxes stand on targets."""
+        """Number of boxes on targets."""
         return len(self.boxes & self.room.targets)
 
     @property
@@ -77,5 +77,5 @@ class State:
         return self.boxes == self.room.targets
 
     def moved(self, action: str) -> State:
-        """The state after one of `ACTIONS`; see `Room.moved`."""
+        """Computes the state after one of `ACTIONS`; see `Room.moved`."""
         return State(self.room, *self.room.moved(self.player, self.boxes, action))

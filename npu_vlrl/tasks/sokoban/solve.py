@@ -1,4 +1,4 @@
-"""The shortest solution of a level, counted in moves."""
+"""Finds a shortest solution of a level, counted in moves."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from functools import lru_cache
 from npu_vlrl.tasks.sokoban.rules import ACTIONS, Room, State
 
 LIMIT = 200_000
-"""States that are looked at before the search gives up, some seconds."""
+"""Number of states that are examined before the search gives up, some seconds."""
 
 _Node = tuple[int, frozenset[int]]
-"""Player and boxes."""
+"""Position of the player, and of the boxes."""
 
 
 def solve(state: State, limit: int = LIMIT) -> list[str] | None:
-    """A shortest list of actions that solves the level; None when there is none, or none was found within `limit`.
+    """Finds a shortest list of actions that solves the level; None when none exists, or is found within `limit`.
 
     A* (Hart, Nilsson, Raphael 1968) over player and boxes. Its bound is the number of pushes that the boxes need, each
-    alone in the room and to the target nearest to it. A push of a box to where no push gets it to a target is left out.
+    alone in the room and to the target nearest to it. Pushes of a box to a dead cell, from which it reaches no target,
+    are pruned.
     """
     room, pushes = state.room, push_distances(state.room)
     if not state.boxes <= pushes.keys():
@@ -60,9 +61,9 @@ def _actions(best: dict[_Node, tuple[int, _Node, str]], node: _Node) -> list[str
 
 @lru_cache(maxsize=64)
 def push_distances(room: Room) -> dict[int, int]:
-    """The fewest pushes that bring a box alone in the room from a cell to a target; dead cells are left out.
+    """Minimum number of pushes that bring a box alone in the room from a cell to a target; dead cells are left out.
 
-    The player is taken to get everywhere, so that the number is a lower bound in a room with more boxes.
+    The player is assumed to reach every cell, so the number is a lower bound in a room with more boxes.
     """
     distances = dict.fromkeys(room.targets, 0)
     waiting = list(room.targets)

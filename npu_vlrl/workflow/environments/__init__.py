@@ -38,19 +38,19 @@ class Environments:
 
     new: NewEnvironment
     is_game: bool
-    """Made of a `Game`: tasks are seeds, and solutions can be shown."""
+    """Whether they are made of a `Game`: tasks are seeds, and solutions can be shown."""
     names_states: bool
-    """`state_key` tells states apart."""
+    """Whether `state_key` identifies states."""
     format: Callable[[bool | None], Format | None] = lambda _: None
-    """The form in which a turn names its actions; None where any text is one."""
+    """Makes the format in which a turn names its actions; returns None where any text is an action."""
 
 
 def environments(config: EnvironmentConfig) -> Environments:
-    """Environments of a game of `GAMES`, or of what the user's `path/to/file.py:function` makes.
+    """Makes the environments of a game of `GAMES`, or of the object that the user's `path/to/file.py:function` returns.
 
     Raises ValueError for an unknown name or option, a value of the wrong type or one that is refused, a setting that
-    an environment has no use for, a file without that function, and a format or separator that cannot work; DataError
-    for an object of the user's own that raises or gives what cannot be used. A game is tried once.
+    the environment does not use, a file without that function, and a format or separator that cannot work; DataError
+    for a user's object that raises or returns unusable values. A game is tried once.
     """
     make = _maker(config)
     try:
@@ -77,7 +77,7 @@ def environments(config: EnvironmentConfig) -> Environments:
 
 
 def _maker(config: EnvironmentConfig) -> Callable[[], Any]:
-    """Makes a game, or an environment of the user's own; the user's objects are guarded."""
+    """Factory of a game, or of an environment of the user's own, whose calls are guarded."""
     own = is_spec(config.name)
     if own:
         function = load_function(config.name)

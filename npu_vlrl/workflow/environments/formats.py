@@ -1,4 +1,4 @@
-"""The forms in which a policy thinks and acts, as published with VAGEN (arXiv 2510.16907)."""
+"""Formats of a policy's thoughts and actions, as published with VAGEN (arXiv 2510.16907)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ THOUGHTS = {
     "worldmodeling": ("reasoning", "prediction"),
     "grounding_worldmodeling": ("observation", "reasoning", "prediction"),
 }
-"""The parts that stand before the answer, by the name of the format; several stand inside one <think>."""
+"""Parts before the answer, by the name of the format; several parts stand inside one <think>."""
 
 _WANTED = {
     "think": "what you think",
@@ -27,20 +27,20 @@ _WANTED = {
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a text says in a format."""
+    """Content of a turn's text, read in a format."""
 
     answer: str | None
-    """What the last pair of answer tags outside of thoughts holds, also where the format is not right; or None."""
+    """Content of the last pair of answer tags outside of thoughts, even if the format is wrong; None without a pair."""
     thoughts: Mapping[str, str]
-    """What the other tags hold, as far as they are there."""
+    """Content of the other tags, as far as they are present."""
     right: bool
-    """The whole text, apart from white space around and between the tags, is in the format."""
+    """Whether the whole text, apart from white space around and between the tags, is in the format."""
     unfinished: bool
-    """The text is a thought that never ends."""
+    """Whether the text is a thought that never ends."""
 
 
 class Format:
-    """A form of `THOUGHTS`, with `tag` around the answer and, if not empty, `end` after it.
+    """One format of `THOUGHTS`, with `tag` around the answer and, if not empty, `end` after it.
 
     `opened` says whether the chat template opens a thought, and so writes the first `<think>` of each turn: the policy
     is then not asked for one, and `no_think` asks it to end that thought. None: not known; a `<think>` may be missing.
@@ -64,7 +64,7 @@ class Format:
         return bool(self._thoughts or self._opened)
 
     def parse(self, text: str) -> Parsed:
-        """Reads a turn, to which the `<think>` of the chat template belongs. Takes time linear in `text`."""
+        """Parses a turn, including the `<think>` that the chat template opened. Takes time linear in `text`."""
         split = split_thought(text)
         if self._inner:
             within = text if split.thought is None else split.thought
@@ -87,7 +87,7 @@ class Format:
         return split.one_thought_first and not missing and in_order
 
     def write(self, parts: Mapping[str, str]) -> str:
-        """What the policy writes in the format; `parts` holds the thoughts and, under the answer's tag, the answer."""
+        """Writes a turn in the format; `parts` holds the thoughts and, under the answer's tag, the answer."""
         pieces = self._after
         if self._has_thought:
             content = None if self._inner or not self._thoughts else "think"
@@ -96,24 +96,24 @@ class Format:
 
     @property
     def form(self) -> str:
-        """What the policy is shown of the format, e.g. `<think>…</think><answer>…</answer>`."""
+        """Form as shown to the policy, e.g. `<think>…</think><answer>…</answer>`."""
         return self.write(dict.fromkeys((*self._thoughts, self.tag), "…"))
 
     @property
     def instructions(self) -> str:
-        """Tells the policy to keep to the format."""
+        """Instruction to the policy to keep to the format."""
         wanted = ", ".join(f"in <{part}> {_WANTED[part]}" for part in self._thoughts)
         begun = f"{OPEN} is written already. Go on" if self._opened else "Write"
         return f"{begun} exactly in this form: {self.form}" + (f" ({wanted})" if wanted else "")
 
 
 def _tags(parts: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Every tag, with the name of the part that it opens."""
+    """Opening and closing tag of each part, with the name of the part after its opening tag."""
     return [piece for part in parts for piece in ((f"<{part}>", part), (f"</{part}>", None))]
 
 
 def _in_order(text: str, pieces: Sequence[tuple[str, str | None]]) -> bool:
-    """Each tag stands in `text` once, in order, with nothing but white space where no part is open."""
+    """Whether each tag stands in `text` once, in order, with nothing but white space where no part is open."""
     position, inside = 0, False
     for tag, part in pieces:
         start = text.find(tag, position)
@@ -124,12 +124,12 @@ def _in_order(text: str, pieces: Sequence[tuple[str, str | None]]) -> bool:
 
 
 def make_format(config: EnvironmentConfig, opened: bool | None = None) -> Format:
-    """The configured one; raises what `Format` raises. `opened`: see there."""
+    """Makes the configured format; raises what `Format` raises. `opened`: see `Format`."""
     return Format(config.format, config.answer_tag, config.end_token, opened)
 
 
 def _content(text: str, part: str) -> str | None:
-    """What the last pair of tags holds."""
+    """Content of the last pair of tags; None without a pair."""
     opening, closing = f"<{part}>", f"</{part}>"
     start = text.rfind(opening, 0, max(text.rfind(closing), 0))
     return text[start + len(opening) : text.find(closing, start)].strip() if start >= 0 else None

@@ -1,4 +1,4 @@
-"""A game with pictures as an environment: the policy thinks in a format, names actions, and sees the next picture."""
+"""Games with images as environments: the policy thinks in a format, names actions, and sees the next image."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from npu_vlrl.workflow.thought import UNFINISHED_FEEDBACK
 
 @dataclass(frozen=True)
 class Move:
-    """What one action of a game did."""
+    """Result of one action of a game."""
 
     terms: Mapping[str, float] = field(default_factory=dict)
-    """What it earned, by name; the sum is its reward."""
+    """Rewards of the action by name; their sum is its reward."""
     solved: bool = False
     over: bool = False
-    """Nothing more can be done; a solved game is over too."""
+    """Whether the game has ended; a solved game is over, too."""
     truncated: bool = False
-    """The time is up: nothing more may be done."""
+    """Whether a time limit ended the game."""
 
     @property
     def last(self) -> bool:
@@ -43,28 +43,28 @@ class Move:
 
 
 class Game(Protocol):
-    """The rules of a game. Seed and actions alone decide what happens."""
+    """Rules of a game. Seed and actions alone determine what happens."""
 
     actions: tuple[str, ...]
     """Names of all actions, as the policy writes them."""
 
     @property
     def rules(self) -> str:
-        """What the policy is told at the start."""
+        """Rules as told to the policy at the start."""
         ...
 
     def start(self, seed: int) -> None: ...
 
     def act(self, action: str) -> Move:
-        """`action` is one of `actions`."""
+        """Executes one of `actions`."""
         ...
 
     def picture(self) -> Image:
-        """One of the user's own may also give a uint8 array [height, width, 3] or a Pillow image."""
+        """Image of the state. A user's game may also return a uint8 array [height, width, 3] or a Pillow image."""
         ...
 
     def state_key(self) -> str:
-        """Equal exactly for equal states."""
+        """Key of the state, equal exactly for equal states."""
         ...
 
     def solution(self) -> list[str] | None:
@@ -73,11 +73,11 @@ class Game(Protocol):
 
 
 class GameEnvironment(Environment):
-    """See `types.Environment`. Each turn takes up to `max_actions` actions out of the answer, until the game is over.
+    """Environment of a game, see `types.Environment`. A turn executes at most `max_actions` actions of its answer.
 
-    A turn earns what its actions earn, and `format_reward` when its text is right in form and names only actions of the
-    game. An unknown action ends the turn: the actions before it count, those after it do not. `opened`: see `Format`.
-    Raises ValueError when the actions of the game cannot be told apart, or hold the separator.
+    A turn earns the rewards of its actions, and `format_reward` when its text is in the format and names only actions
+    of the game. An unknown action ends the turn: the actions before it count, those after it do not. `opened`: see
+    `Format`. Raises ValueError when the actions of the game cannot be told apart, or hold the separator.
     """
 
     def __init__(self, game: Game, config: EnvironmentConfig, opened: bool | None = None) -> None:
@@ -93,7 +93,7 @@ class GameEnvironment(Environment):
             )
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """One message: rules, actions and format, unless `explain` is off, and the first picture."""
+        """Starts the game. Returns one message: rules, actions and format (if `explain` is on), and the first image."""
         seed = task.extra.get("seed")
         if not isinstance(seed, int):
             raise DataError("the task has no seed for a game; use data.train.generator=episodes")
@@ -140,7 +140,7 @@ class GameEnvironment(Environment):
         return f"{self.game.rules}\nActions: {self._listed()}.{many}\n{self.format.instructions}\n"
 
     def _told(self, parsed: Parsed, names: Sequence[str], known: Sequence[str], done: Sequence[str]) -> str:
-        """What became of a turn, and what was wrong with it."""
+        """Feedback on a turn: the executed actions and the errors."""
         most = self.config.max_actions
         told = [f"Done: {', '.join(done)}." if done else "Nothing was done."]
         if len(known) < min(len(names), most):

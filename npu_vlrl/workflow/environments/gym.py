@@ -1,4 +1,4 @@
-"""Any gymnasium environment with pictures and a list of actions, as a game."""
+"""Any gymnasium environment with images and a list of actions, as a game."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from npu_vlrl.workflow.texts import described, flaw
 T = TypeVar("T")
 
 _TRIED: set[str] = set()
-"""Environments that gave a picture in this process; trying each episode's would cost a reset."""
+"""Environments that returned an image in this process; trying each episode's would cost a reset."""
 
 
 class Gym:
-    """See `environments.game.Game`. A move has the one term `reward`.
+    """Game over a gymnasium environment, see `environments.game.Game`. A move has the one term `reward`.
 
-    The environment runs in this process: one that hangs, or ends the process, does so to the whole training.
+    The environment runs in this process: an environment that hangs or exits stops the whole training.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class Gym:
         weakref.finalize(self, env.close)
 
     def start(self, seed: int) -> None:
-        """Raises DataError, as all methods do, when the environment raises or gives what cannot be used."""
+        """Resets the environment. Every method raises DataError for an environment that raises or fails its form."""
         self._observed, _ = self._asked("reset", lambda: self._env.reset(seed=seed))
-        self._picture: Image | None = None
+        self._image: Image | None = None
         self._earned, self._over = 0.0, False
 
     def act(self, action: str) -> Move:
         assert not self._over, "the game is over"
         step = self._asked("step", lambda: self._env.step(self._numbers[action]))
         self._observed, given, terminated, truncated, _ = step
-        self._picture = None
+        self._image = None
         reward = self._asked("reward", lambda: float(given))
         if not abs(reward) <= MAX_REWARD:
             why = f"beyond ±{MAX_REWARD:g}" if math.isfinite(reward) else "not finite"
@@ -64,13 +64,13 @@ class Gym:
         return Move({"reward": reward}, solved, over=bool(terminated), truncated=bool(truncated))
 
     def picture(self) -> Image:
-        if self._picture is None:
+        if self._image is None:
             # a copy: environments write into what they gave before
-            self._picture = self._asked("picture", lambda: Image(np.array(self._pixels())))
-        return self._picture
+            self._image = self._asked("image", lambda: Image(np.array(self._pixels())))
+        return self._image
 
     def state_key(self) -> str:
-        """What a method `state_key` of the environment says; without one, the picture stands for the state."""
+        """Result of the environment's `state_key` method; without one, the image's hash."""
         own = getattr(self._env.unwrapped, "state_key", None)
         if own is None:
             return self.picture().hash
@@ -80,7 +80,7 @@ class Gym:
         return key
 
     def solution(self) -> None:
-        """Not known."""
+        """None: the solution is not known."""
 
     def _pixels(self) -> Any:
         return self._env.render() if self._render else self._observed
@@ -103,29 +103,29 @@ def game(
     max_steps: int | None = None,
     arguments: dict[str, Any] | None = None,
 ) -> Gym:
-    """An environment of gymnasium's registry, with a Discrete action space.
+    """Makes a game of an environment of gymnasium's registry that has a Discrete action space.
 
     Args:
         id: As in `gymnasium.make`; `module:Name-v0` imports the module first, which registers it.
-        actions: Number of each action by the name that the policy writes; if not given, what the environment's
+        actions: Number of each action by the name that the policy writes; if not given, the result of the environment's
             `get_action_meanings()` says.
-        rules: What the policy is told at the start.
+        rules: Rules as told to the policy at the start.
         solved_reward: A terminated episode is solved when its rewards add up to at least this.
-        render: Takes the pictures from `render()` in the mode rgb_array instead of from the observations.
+        render: Takes the images from `render()` in the mode rgb_array instead of from the observations.
         max_steps: Actions after which an episode is over; if not given, as registered.
         arguments: Passed on to the environment.
 
     Raises ValueError, naming the environment, when it cannot be made, its spaces are not of the right kind, or an
-    action is none of its own; DataError when it gives no picture.
+    action does not exist; DataError when it returns no image.
     """
     given = dict(arguments or {}) | ({"render_mode": "rgb_array"} if render else {})
     try:
         env = gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **given)
     except Exception as error:  # what the user's module raises, too
         raise ValueError(f"gymnasium environment {id} cannot be made: {type(error).__name__}: {error}") from error
-    if not render and not _is_picture(env.observation_space):
+    if not render and not _is_image(env.observation_space):
         raise ValueError(
-            f"gymnasium environment {id}: its observations are {env.observation_space}, not pictures, a Box of uint8 "
+            f"gymnasium environment {id}: its observations are {env.observation_space}, not images, a Box of uint8 "
             "[height, width, 3]; set render=true if it can render"
         )
     space = env.action_space
@@ -142,7 +142,7 @@ def game(
     return made
 
 
-def _is_picture(space: gymnasium.Space[Any]) -> bool:
+def _is_image(space: gymnasium.Space[Any]) -> bool:
     return isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) == 3 and space.shape[2] == 3
 
 

@@ -1,7 +1,7 @@
 """Guards around a game or an environment of the user's own.
 
-Whatever it raises, or returns that cannot be used, becomes a DataError that names file, method and remedy, so that it
-fails an episode and not the run. Both run in this process: one that hangs does so to the whole training.
+Its exceptions and unusable results become a DataError that names file, method and remedy, so that it fails an episode
+and not the run. It runs in this process: one that hangs stops the whole training.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MESSAGE = 'give a list of messages such as Message("user", (image, "text"))'
 
 
 def made(spec: str, make: Callable[[], Any]) -> OwnGame | OwnEnvironment:
-    """Guards what the function of `spec` makes: an object with the methods `reset` and `step` is an environment, any
-    other one a game. Raises DataError for one that cannot be used, and passes on a ValueError of the function.
+    """Guards the object that the function of `spec` returns: one with the methods `reset` and `step` is an environment,
+    any other a game. Raises DataError for an unusable object, and passes on a ValueError of the function.
     """
     guard = UserCode(spec, "function")
     own = guard.called("", make, ValueError)
@@ -48,7 +48,7 @@ def made(spec: str, make: Callable[[], Any]) -> OwnGame | OwnEnvironment:
 
 
 class OwnGame(UserCode):
-    """See `environments.game.Game`. All that is asked of it raises DataError, naming file, function and the remedy."""
+    """Guard of a user's game, see `environments.game.Game`. Every method raises DataError with the remedy."""
 
     def __init__(self, spec: str, own: Any) -> None:
         super().__init__(spec, "game")
@@ -64,14 +64,14 @@ class OwnGame(UserCode):
 
     @property
     def rules(self) -> str:
-        """Asked for after the start, since they may depend on it."""
+        """Rules, read after the start, since they may depend on it."""
         rules = self.called("its rules ", lambda: getattr(self.own, "rules", None))
         if not isinstance(rules, str):
             raise self.wrong(f"its rules are {shown(rules)}", "write a text")
         return self.text("its rules", rules)
 
     def try_once(self) -> None:
-        """Asks for all but a move, before a model is loaded."""
+        """Calls every method but `act` once, before a model is loaded."""
         self.start(0)
         assert self.rules is not None
         self.picture()
@@ -102,8 +102,8 @@ class OwnGame(UserCode):
         return plain
 
     def picture(self) -> Image:
-        picture, where = self._asked("picture"), f"{self._spec}: picture()"
-        return self.called("picture() ", lambda: to_image(picture, where), DataError)  # Pillow may read its file now
+        image, where = self._asked("picture"), f"{self._spec}: picture()"
+        return self.called("picture() ", lambda: to_image(image, where), DataError)  # Pillow may read its file now
 
     def state_key(self) -> str:
         key = self._asked("state_key")
@@ -131,7 +131,7 @@ class OwnGame(UserCode):
 
 
 class OwnEnvironment(UserCode):
-    """See `types.Environment`. All methods raise DataError for what they cannot pass on."""
+    """Guard of a user's environment, see `types.Environment`. Every method raises DataError for unusable results."""
 
     def __init__(self, spec: str, own: Any) -> None:
         super().__init__(spec, "environment")
@@ -146,7 +146,7 @@ class OwnEnvironment(UserCode):
 
     @property
     def names_states(self) -> bool:
-        """Whether it has a `state_key` of its own."""
+        """Whether the environment defines its own `state_key`."""
         key = getattr(type(self.own), "state_key", None)
         return key is not None and key is not Environment.state_key
 
@@ -208,7 +208,7 @@ class OwnEnvironment(UserCode):
             to_image(image, f"{self._spec}: {what}")
 
     def _tools(self, what: str, step: Step) -> tuple[tuple[ToolCall, ...], tuple[ToolResult, ...]]:
-        """Calls and results that can be recorded."""
+        """Tool calls and results in a form that can be recorded."""
         calls, results = step.tool_calls, step.tool_results
         try:
             calls = tuple(ToolCall(call.name, json.loads(json.dumps(dict(call.arguments)))) for call in calls)

@@ -1,4 +1,4 @@
-"""Error recovery: an answer is judged, and a wrong one gets feedback and another try; or a tool is called."""
+"""Questions with error recovery: an answer is judged, and retried with feedback if it is wrong; or a tool is called."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from npu_vlrl.workflow.tools.hermes import ParsedCalls
 
 
 class VisualQA(Environment):
-    """See `types.Environment`.
+    """Environment of judged answers and tools, see `types.Environment`.
 
-    Tools take positions in the pixels that `processor` makes of a picture, or on the scale that it names; without one
-    (a text-only model), in the pixels of the picture itself. The judge scores what is no tool call, and `retry_when`
+    Tools take positions in the pixels of an image resized by `processor`, or on its `position_scale`; without one (a
+    text-only model), in the pixels of the image itself. The judge scores texts without a tool call, and `retry_when`
     selects the answers that are retried. Calls are read outside of thoughts. A thought that never ends is cut off
-    before the judge sees the text; where nothing else was said, the feedback says why.
+    before the judge sees the text; where nothing is left, the feedback says why.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class VisualQA(Environment):
 
 
 def seen_frame(processor: ImageProcessor, image: Image) -> Frame:
-    """How a picture looks to the model of `processor`."""
+    """Coordinate frame of an image for the model of `processor`."""
     _, rows, columns = processor.describe(image).grid
     seen = (columns * processor.patch_size, rows * processor.patch_size)
     return Frame(image.size, padded(*image.size), seen, processor.position_scale)

@@ -1,4 +1,4 @@
-"""Rules that score an answer, by the names of `registry.RULES`.
+"""Reward rules, which score an answer, by the names of `registry.RULES`.
 
 A rule is a module with `score(answer, text, **options) -> Verdict` and `check_gold(answer, **options)`, both pure and
 synchronous. The exceptions are `benchmark`, whose `score` is also given the task's `extra`, `python`, which calls a
@@ -22,7 +22,7 @@ __all__ = ["InlineJudge", "JudgePool", "WeightedJudge", "lowest_reward", "make_j
 
 
 def lowest_reward(rule: str, options: Mapping[str, Any]) -> float:
-    """The lowest reward of a rule that `make_judge` takes; 0 for a function of a user's, of which nothing is known."""
+    """Lowest reward of a rule that `make_judge` takes; 0 for a user's function, of which nothing is known."""
     if rule != "weighted":
         return float(getattr(load(RULES, rule), "LOWEST", 0.0)) if rule in RULES else 0.0
     terms = options["terms"].values()
@@ -33,12 +33,12 @@ def lowest_reward(rule: str, options: Mapping[str, Any]) -> float:
 def make_judge(
     rule: str, options: Mapping[str, Any], workers: int, deadline_s: float, memory_mib: int = 0
 ) -> InlineJudge | JudgePool | WeightedJudge:
-    """The judge for a rule of `RULES`; `path/to/file.py:function` is short for `python` with that `function`.
+    """Makes the judge of a rule of `RULES`; `path/to/file.py:function` is short for `python` with that `function`.
 
-    `weighted` sums other rules (see `make_weighted`), each with `workers` processes where it needs any. A process may
-    take `memory_mib` of resident memory, with those that it starts; 0 for any.
-    `check_gold(answer)` of the result raises DataError for an answer that cannot be judged against; `close()` it.
-    Raises ValueError for an unknown rule or option, or an option's value that the rule refuses.
+    `weighted` sums other rules (see `make_weighted`), each with `workers` processes where it needs any. `memory_mib`
+    limits the resident memory of a process and its children; 0 disables. `check_gold(answer)` of the judge raises
+    DataError for a gold that cannot be judged against. The caller must `close()` the judge. Raises ValueError for an
+    unknown rule or option, or an option's value that the rule refuses.
     """
     if is_spec(rule):
         rule, options = "python", {"function": rule, **options}

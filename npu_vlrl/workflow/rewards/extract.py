@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[-+]?\
 
 
 def last_box(text: str) -> str | None:
-    """The content of the `\\boxed{…}` that closes last, or None. Braces balance; `\\{` and `\\}` are not braces.
+    """Content of the `\\boxed{…}` that closes last, or None. Braces balance; `\\{` and `\\}` are not braces.
 
     Takes time linear in `text`, which may be a megabyte of nothing but openings.
     """
@@ -30,22 +30,22 @@ def last_box(text: str) -> str | None:
 
 
 def boxed(text: str) -> str:
-    """The content of the last `\\boxed{}` without fonts and delimiters; without a box all of the text."""
+    """Content of the last `\\boxed{}` without fonts and delimiters; without a box, all of the text."""
     box = last_box(text)
     found = text.strip() if box is None else box
     return found if len(found) > LONGEST else without_fonts(normalise(found))
 
 
 def letter(text: str) -> str | None:
-    """The option's letter in the last box, such as `B`, `(B)` or `B. 12 cm`; where the box holds something else or
-    there is none, the last one that stands after `answer` or `answer is`.
+    """Letter of the option in the last box, such as `B`, `(B)` or `B. 12 cm`; where the box holds something else or
+    there is none, the last letter after `answer` or `answer is`.
     """
     found = option(boxed(text)) if last_box(text) is not None else None
     return stated(text) if found is None else found[0].upper()
 
 
 def first_letter(text: str) -> str | None:
-    """The letter at the beginning, alone or after `(`, `Option` or `The answer is`, as MMStar's evaluation reads it."""
+    """Letter at the beginning, alone or after `(`, `Option` or `The answer is`, as MMStar's evaluation reads it."""
     plain = text.strip().replace("\n", " ").casefold()
     for opening in ("the answer is ", "option ", "(", ""):
         if plain.startswith(opening) and len(plain) > len(opening):
@@ -55,7 +55,7 @@ def first_letter(text: str) -> str | None:
 
 
 def yes_or_no(text: str) -> str | None:
-    """`yes` or `no` among the first four letters of the box, or of the text, as MME's evaluation reads it."""
+    """Reads `yes` or `no` among the first four letters of the box, or of the text, as MME's evaluation does."""
     plain = boxed(text).casefold().replace(".", "").strip()
     if plain in ("y", "n"):
         return "yes" if plain == "y" else "no"
@@ -63,9 +63,7 @@ def yes_or_no(text: str) -> str | None:
 
 
 def number(text: str) -> Fraction | None:
-    """The value of the number that the last box holds, None where it holds something else; without a box the last
-    number of the text.
-    """
+    """Value of the number in the last box, None where it holds something else; without a box, of the last number."""
     box = last_box(text)
     found = [box] if box is not None else _NUMBER.findall(text)[-1:]
     value = quantity(found[0].rstrip(",")) if found else None

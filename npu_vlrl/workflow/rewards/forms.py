@@ -1,14 +1,14 @@
-"""Forms of reward functions: our own, and those that other trainers publish, told apart by the names of parameters.
+"""Forms of reward functions: our own, and those that other trainers publish, distinguished by parameter names.
 
-A function is called with the parameters that it names, never by position: one that takes four of any name is no reason
-to believe that they are ours. The forms, as of the versions in docs/comparison.md:
+A function is called with the parameters that it names, never by position: four parameters of other names are not taken
+for ours. The forms, as of the versions in docs/comparison.md:
 
 - ours: any of task, text, history, images
 - verl: any of data_source, solution_str, ground_truth, extra_info; or their plurals, lists, for a whole batch
-- TRL: prompts and completions, lists; by their names the columns of a row, lists too. Returns a list of numbers
+- TRL: prompts and completions, lists; others receive the columns of a row by name, lists too. Returns a list of numbers
 - EasyR1: reward_input, a dict of response and ground_truth, or reward_inputs, a list of them. Returns a dict, or a list
   of dicts, with `overall`
-- AReaL: prompt, completions, prompt_ids, completion_ids; by their names the fields of a row. Returns a number
+- AReaL: prompt, completions, prompt_ids, completion_ids; others receive the fields of a row by name. Returns a number
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from npu_vlrl.workflow.texts import shown
 
 
 class FormError(Exception):
-    """A function was called in its form, and the call or the result does not fit."""
+    """Raised when a function was called in its form, and the call or the result does not fit."""
 
 
 class Asked(NamedTuple):
-    """An answer, and all that a function may be told about it."""
+    """An answer to be scored, with everything that a function may receive about it."""
 
     task: Mapping[str, Any]
-    """id, answer, data_source and extra."""
+    """Entries id, answer, data_source and extra of the task."""
     text: str
     history: Sequence[str]
     """Texts of the earlier turns."""
     images: Sequence[Pillow.Image]
-    """RGB pictures of the episode in the order the model saw them."""
+    """RGB images of the episode in the order the model saw them."""
     messages: Sequence[tuple[str, str]] = ()
-    """Role and text of the messages of the task."""
+    """Role and text of each message of the task."""
 
 
 class Chat(str):
-    """Messages of a chat that are their text, too: TRL gives a function either, depending on the data.
+    """List of chat messages that is also their text: TRL passes a function either, depending on the data.
 
-    As a text it is what the messages say; `chat[0]["content"]` and `chat[-1]["role"]` are those of a list of messages.
-    What would mean another thing for each of the two raises TypeError.
+    As a text it is the messages' content; `chat[0]["content"]` and `chat[-1]["role"]` read it as a list of messages. An
+    operation that differs between the two raises TypeError.
     """
 
     messages: Sequence[Mapping[str, str]]
@@ -76,7 +76,7 @@ class _Message(dict[str, str]):
 
 
 class Unknown:
-    """Stands for what a form names and a judge is not told, since it sees texts: any use of it raises, and says so."""
+    """Placeholder for an argument of a form that is unknown to a judge, which sees texts; any use raises FormError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -88,7 +88,7 @@ class Unknown:
 
 
 class _RewardInput(dict[str, Any]):
-    """An EasyR1 input; what is missing is said by name."""
+    """Input of EasyR1's form; a missing key raises FormError with its name."""
 
     def __missing__(self, key: str) -> Any:
         raise FormError(f"it uses {key!r} of its input, where only {', '.join(self)} are known; do without it")
@@ -96,25 +96,25 @@ class _RewardInput(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Form:
-    """One way to write a reward function."""
+    """One form of reward functions."""
 
     written: str
-    """For messages."""
+    """Signature for messages."""
     recognised: Callable[[frozenset[str]], bool]
-    """Whether a function whose parameters have these names is of this form."""
+    """Whether a function with parameters of these names has this form."""
     given: Callable[[Asked], dict[str, Any]]
-    """The arguments, by name."""
+    """Arguments of the call, by name."""
     returned: Callable[[Any], Any] = lambda result: result
-    """What the function returned, as our own form returns it."""
+    """Converts the function's result to that of our own form."""
     columns: bool = False
-    """Any other name is a column of the row, which is known only once there is one."""
+    """Whether other parameters are columns of the row, which are known only once there is one."""
 
 
 def adapted(function: Callable[..., Any], name: str) -> Callable[[Asked], Any]:
-    """`function` as our own code calls it.
+    """Adapts `function` to the form in which our code calls it.
 
-    Raises ValueError, naming the function, its parameters and the forms, for one that is of none of them or asks for
-    what is not known here. The result raises FormError for a missing column and for what does not fit its form.
+    Raises ValueError, naming the function, its parameters and the forms, for a function of no form, or with parameters
+    that are unknown here. The result raises FormError for a missing column and for a result that does not fit its form.
     """
     parameters = inspect.signature(function).parameters.values()
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -153,14 +153,14 @@ def _refused(function: Callable[..., Any], name: str, why: str) -> ValueError:
 
 
 def _from_verl(result: Any) -> Any:
-    """The other numbers of a result with `score` are its terms."""
+    """Converts verl's result with `score`: its other numbers become terms."""
     if not isinstance(result, Mapping) or "score" not in result:
         return result
     return {"reward": result["score"], "terms": _numbers(result, "score")}
 
 
 def _from_easyr1(result: Any) -> Any:
-    """Solved as its `accuracy` says, where it has one: `overall` holds bonuses."""
+    """Converts EasyR1's result; solved by its `accuracy`, where it has one, because `overall` holds bonuses."""
     if not isinstance(result, Mapping) or "overall" not in result:
         raise FormError(f"it returned {shown(result)}, and EasyR1's form returns a dict with 'overall'")
     terms = _numbers(result, "overall")
@@ -169,7 +169,7 @@ def _from_easyr1(result: Any) -> Any:
 
 
 def _the_only(returned: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """For forms that answer for a batch, which here has one answer."""
+    """Converts a result for a batch, which here has one answer."""
 
     def only(result: Any) -> Any:
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__") or len(result) != 1:
@@ -186,12 +186,12 @@ def _numbers(result: Mapping[str, Any], reward: str) -> dict[str, Any]:
 
 
 def scalar(value: Any) -> Any:
-    """A Python scalar for a NumPy or torch scalar; anything else as it is."""
+    """Converts a NumPy or torch scalar to a Python scalar; returns anything else unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _row(asked: Asked) -> dict[str, Any]:
-    """The columns of a row; the right answer by the names that are usual for it."""
+    """Columns of a row; the right answer appears under all of its usual names."""
     task = asked.task
     fields = {"id": task["id"], "data_source": task["data_source"], "images": list(asked.images)}
     return {**dict.fromkeys(("answer", "solution", "ground_truth"), task["answer"]), **fields, **task["extra"]}
@@ -231,8 +231,8 @@ def _easyr1_batch(asked: Asked) -> dict[str, Any]:
 
 
 def _areal(asked: Asked) -> dict[str, Any]:
-    """Its prompt is a text with the tokens of the chat template, and here one without. Token ids stand in every
-    signature, since they are given by position, and hardly any function uses them.
+    """Arguments of AReaL's form. Its prompt is a text, there with the tokens of the chat template and here without.
+    Token ids stand in every signature, since they are passed by position, and hardly any function uses them.
     """
     tokens = {name: Unknown(name) for name in ("prompt_ids", "completion_ids")}
     return {**_row(asked), "prompt": str(Chat(asked.messages)), "completions": asked.text, **tokens}
@@ -246,10 +246,10 @@ OURS = ("task", "text", "history", "images")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 VERL_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 CORE = frozenset({*OURS, *VERL, *VERL_BATCH, "prompts", "completions", "reward_input", "reward_inputs"})
-"""Names by which forms are told apart."""
+"""Parameter names by which forms are distinguished."""
 
 TRAINER = frozenset({"completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric", "environments"})
-"""What TRL gives besides columns, and nobody knows here."""
+"""Parameters that TRL passes besides columns; they are unknown here."""
 
 _NOTHING = Asked({"id": "", "answer": None, "data_source": "", "extra": {}}, "", (), ())
 

@@ -1,8 +1,8 @@
-"""The last boxed answer against the gold: words, letters and numbers by their plain reading, formulas by math-verify.
+"""Rule `math_verify`: compares the last boxed answer with the gold: formulas by math-verify, others by plain readings.
 
-Gold and box are read by `reading.read`. What it reads as a formula is parsed as LaTeX by math-verify's parser, without
-its search for an answer, which drops units and reads `50 \\sqrt{` as 50. Its own timeouts use a signal and are switched
-off (0); the judge pool kills a worker that takes too long.
+Gold and box are read by `reading.read`. A formula is parsed as LaTeX by math-verify's parser, without its search for an
+answer, which drops units and reads `50 \\sqrt{` as 50. Its own timeouts use a signal and are switched off (0); the
+judge pool kills a worker that takes too long.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NORMALISATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
-"""In lower case R^2 - r^2 would be 0."""
+"""Keeps the case of symbols: in lower case R^2 - r^2 would be 0."""
 
 _DIGITS = 50
 """Decimal places of math-verify's comparisons inside equations and matrices."""
@@ -45,7 +45,7 @@ LOWEST = -1.0
 
 
 def score(answer: str, text: str) -> Verdict:
-    """-1 without a `\\boxed{}` outside of thoughts, 1 when the last one equals `answer`, else 0; solved when equal.
+    """Scores -1 without a `\\boxed{}` outside of thoughts, 1 and solved when the last one equals `answer`, else 0.
 
     `terms` are the `accuracy` (0 or 1) and the `format` (0, or -1 without a box). A wrong answer leaves the feedback
     to the workflow. Raises DataError when `answer` cannot be read, or not in one way.
@@ -71,19 +71,19 @@ def check_gold(answer: str) -> None:
 
 
 def equals(answer: str, box: str | None) -> bool:
-    """Whether the content of a box, if there is one, is the same answer as the gold `answer`.
+    """Whether the content of a box, or a text without one, is the same answer as the gold `answer`.
 
-    Raises DataError for a gold that cannot be read, or not in one way.
+    Raises DataError for a gold that cannot be read in exactly one way.
     """
     gold = _read_gold(answer)  # first: a bad gold must not hide behind an answer without a box
     return box is not None and same(gold, read(box), _same_formula)
 
 
 def equals_published(answer: str, box: str) -> bool:
-    """As `equals`, for the golds of published benchmarks, which nobody can correct.
+    """`equals` for the golds of published benchmarks, which cannot be corrected.
 
-    One with several readings has the first, that of English texts: `1,5` is a list. One that cannot be read at all is
-    equal to what is written in the same way.
+    A gold with several readings has the first, that of English texts: `1,5` is a list. A gold that cannot be read
+    equals only the same text.
     """
     gold, said = read(answer), read(box)
     return same(gold, said, _same_formula) or (gold == said and gold != Text(""))
@@ -145,7 +145,7 @@ def _same_formula(gold: Formula, answer: Formula) -> bool:
 
 @lru_cache(maxsize=1024)
 def _parse(latex: str) -> Any:
-    """The sympy object of a formula; None when it cannot be parsed."""
+    """Parses a formula to a sympy object; None when it cannot be parsed."""
     plain = LITERAL.sub(_exact_literal, latex)
     for character, command in (
         ("°", "^\\circ "),
@@ -168,7 +168,7 @@ def _parse(latex: str) -> Any:
 
 
 def _exact_literal(literal: re.Match[str]) -> str:
-    """`12{,}500` as 12500 and `0.1` as a fraction: math-verify would round decimals and split thousands."""
+    """Rewrites `12{,}500` as 12500 and `0.1` as a fraction: math-verify would round decimals and split thousands."""
     if literal["comma"] and "{" not in literal[0]:
         return literal[0]  # the arguments of a function
     try:

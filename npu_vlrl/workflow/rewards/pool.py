@@ -1,4 +1,4 @@
-"""Judges: rules in worker processes that can be killed, and harmless rules in place."""
+"""Judges: rules in worker processes that can be killed, and rules of linear time in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class InlineJudge:
     """
 
     wrong_replies = 0
-    """It asks no other process."""
+    """Number of wrong replies: always 0, since no other process answers."""
 
     def __init__(self, score: Callable[[str, str], Verdict], check_gold: Callable[[str], None]) -> None:
         self._score = score
@@ -28,7 +28,7 @@ class InlineJudge:
         return self._score(_gold(task), text)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing: there is nothing to release."""
 
 
 class JudgePool:
@@ -40,7 +40,7 @@ class JudgePool:
     def __init__(
         self, rule: str, options: Mapping[str, Any], workers: int = 1, deadline_s: float = 5.0, memory_mib: int = 0
     ) -> None:
-        """Raises ValueError for a bad number, or when the user's file or function of a `python` rule cannot be used."""
+        """Raises ValueError for an invalid number, or when the user's file of a `python` rule cannot be used."""
         check_limits("judge", workers, deadline_s)
         self._rule = rule
         setup = {"rule": rule, "options": dict(options)}
@@ -51,7 +51,7 @@ class JudgePool:
 
     @property
     def wrong_replies(self) -> int:
-        """See `WorkerPool.wrong_replies`."""
+        """Number of wrong replies, see `WorkerPool.wrong_replies`."""
         return self._pool.wrong_replies
 
     async def judge(self, task: Task, text: str, history: Sequence[Turn]) -> Verdict:
@@ -84,7 +84,7 @@ class JudgePool:
     def check_gold(self, answer: str) -> None:
         """Blocks for at most the deadline. Raises DataError when `answer` cannot be judged against, or not in time.
 
-        Fits a data loader as it is: a plain function that is safe on hostile golds.
+        A data loader can call it directly: it is synchronous, and safe on hostile golds.
         """
         if self._rule == "python":
             return
@@ -100,7 +100,7 @@ class JudgePool:
             )
 
     def close(self) -> None:
-        """Kills the workers; judgements under way raise JudgeError."""
+        """Kills the workers; judgements in flight raise JudgeError."""
         self._pool.close()
 
 

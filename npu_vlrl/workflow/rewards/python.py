@@ -15,14 +15,14 @@ from npu_vlrl.workflow.texts import described, flaw, shown, told
 _KEYS = ("reward", "solved", "feedback", "terms")
 
 MAX_TERMS = 100
-"""Terms of one verdict; every answer's are recorded."""
+"""Maximum number of terms of a verdict; the terms of every answer are recorded."""
 
 MAX_NAME = 200
-"""Characters of a term's name."""
+"""Maximum length of a term's name, in characters."""
 
 
 def score(function: Callable[[Asked], Any], name: str, asked: Asked) -> Verdict:
-    """Calls a function that `forms.adapted` made, and makes its result a Verdict.
+    """Calls a function that `forms.adapted` made, and converts its result to a Verdict.
 
     The function returns a bool (1 or 0), a number (solved when at least 1) or a dict with "reward" and optionally
     "solved", "feedback" and "terms". Raises JudgeError, naming the function and the value, when it raises or returns

@@ -1,4 +1,4 @@
-"""A short answer in `<answer>…</answer>`: words as strings, all else by its plain reading."""
+"""Rule `tagged`: a short answer in `<answer>…</answer>`; words are compared as strings, others by plain readings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ OPEN, CLOSE = "<answer>", "</answer>"
 
 
 def score(answer: str, text: str, *, format_weight: float = 0.1, choices: Sequence[str] = ()) -> Verdict:
-    """(1 - format_weight) * accuracy + format_weight * format; solved by accuracy alone.
+    """Scores (1 - format_weight) * accuracy + format_weight * format; solved by accuracy alone.
 
     Only what stands outside of thoughts counts. Accuracy: the last tag pair holds `answer`, without surrounding
-    whitespace and regardless of case; where `answer` is not words, anything that reads as the same (see
-    `answers.same_plain`). Format: it is exactly one tag pair, which holds one of `choices` where these are given.
-    Raises ValueError when `format_weight` is not in 0..1. Takes time linear in `text`.
+    whitespace and regardless of case; where `answer` is not words, any equal reading (see `answers.same_plain`).
+    Format: it is exactly one tag pair, which holds one of `choices` where these are given. Raises ValueError when
+    `format_weight` is not in 0..1. Takes time linear in `text`.
     """
     if isinstance(format_weight, bool) or not isinstance(format_weight, int | float) or not 0 <= format_weight <= 1:
         raise ValueError(f"format_weight is {format_weight!r}; it must be a number from 0 to 1")
@@ -59,7 +59,7 @@ def _allowed(content: str, choices: Sequence[str]) -> bool:
 
 
 def last_tag(text: str) -> str | None:
-    """The content of the last `<answer>…</answer>` without surrounding whitespace, or None."""
+    """Content of the last `<answer>…</answer>` without surrounding whitespace, or None."""
     end = text.rfind(CLOSE)
     start = text.rfind(OPEN, 0, max(end, 0))
     return text[start + len(OPEN) : end].strip() if start >= 0 else None

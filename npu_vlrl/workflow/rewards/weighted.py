@@ -1,4 +1,4 @@
-"""A weighted sum of rules, each term kept by its name."""
+"""Rule `weighted`: a weighted sum of rules, whose terms keep their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_vlrl.types import MAX_REWARD, DataError, Judge, JudgeError, Task, Turn,
 
 
 class TermJudge(Judge, Protocol):
-    """What a term needs of its judge."""
+    """Interface of a term's judge."""
 
     @property
     def wrong_replies(self) -> int: ...
@@ -46,11 +46,11 @@ class WeightedJudge:
         return sum(term.judge.wrong_replies for term in self._terms.values())
 
     async def judge(self, task: Task, text: str, history: Sequence[Turn]) -> Verdict:
-        """`terms` of the verdict holds the weighted reward of each term; of one of weight 0 it holds the own reward,
-        and `checks` whether it found the answer solved. `solved_by` decides whether it is.
+        """`terms` of the verdict holds the weighted reward of each term; for a term of weight 0 it holds the unweighted
+        reward, and `checks` holds whether it found the answer solved. `solved_by` decides whether the answer is solved.
 
-        The feedback joins that of the terms, without second checkers. Raises what a term raises that is none, once all
-        have ended: an answer costs at most one deadline.
+        The feedback joins the terms' feedback, without that of second checkers. Raises what a term raises that is no
+        second checker, once all have ended: an answer costs at most one deadline.
         """
         judgements = (term.judge.judge(task, text, history) for term in self._terms.values())
         results = dict(zip(self._terms, await asyncio.gather(*judgements, return_exceptions=True), strict=True))
@@ -79,7 +79,7 @@ class WeightedJudge:
 
     @property
     def _checkers(self) -> set[str]:
-        """Terms that neither pay nor decide."""
+        """Names of the terms that neither pay nor decide."""
         return self._unpaid - {self._solved_by}
 
     def check_gold(self, answer: str) -> None:
@@ -96,9 +96,10 @@ class WeightedJudge:
 
 
 def make_weighted(options: Mapping[str, Any], make: Callable[[str, Mapping[str, Any]], TermJudge]) -> WeightedJudge:
-    """`options`: terms, a mapping from name to `{rule, weight, options}`; solved_by, by default the first name.
+    """Makes the judge of `options`: terms, a mapping from name to `{rule, weight, options}`; solved_by, by default the
+    first.
 
-    `make` makes a judge of rule and options. Raises ValueError, naming the term, for anything else.
+    `make` makes a judge of rule and options. Raises ValueError, naming the term, for other options.
     """
     settings = options.get("terms")
     if not isinstance(settings, Mapping) or not settings:

@@ -1,6 +1,6 @@
-"""The service of a judge pool: answers `{"answer", "text", …}` with `{"verdict": …}`, a gold with `{"verdict": null}`.
+"""Service of a judge pool: answers `{"answer", "text", …}` with `{"verdict": …}`, a gold with `{"verdict": null}`.
 
-What is wrong with a gold is `{"data_error": …}`, what is wrong with a rule or a user's function `{"error": …}`.
+A faulty gold gives `{"data_error": …}`; a failing rule or user's function gives `{"error": …}`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Rule = Callable[[Content, Sequence[Image]], Verdict | None]
 
 
 def open_service(setup: Mapping[str, Any]) -> tuple[bool, Handler]:
-    """`setup`: rule and options. Raises ValueError when a user's file or function cannot be used."""
+    """Opens the service of `setup`: rule and options. Raises ValueError when a user's function cannot be used."""
     module = load(RULES, setup["rule"])
     make = _users_function if setup["rule"] == "python" else _builtin_rule
     rule = make(module, setup["options"])
@@ -43,7 +43,7 @@ def _builtin_rule(module: Any, options: Mapping[str, Any]) -> Rule:
 
 
 def _users_function(module: Any, options: Mapping[str, Any]) -> Rule:
-    from PIL import Image as Pillow  # only users' functions look at pictures
+    from PIL import Image as Pillow  # only users' functions look at images
 
     from npu_vlrl.workflow.rewards.forms import Asked, adapted
 
@@ -51,9 +51,9 @@ def _users_function(module: Any, options: Mapping[str, Any]) -> Rule:
     function = adapted(load_function(name), name)
 
     def judge(request: Content, images: Sequence[Image]) -> Verdict:
-        pictures = [Pillow.fromarray(image.rgb) for image in images]
+        pil_images = [Pillow.fromarray(image.rgb) for image in images]
         messages = [(role, text) for role, text in request["messages"]]
-        asked = Asked(request["task"], request["text"], request["history"], pictures, messages)
+        asked = Asked(request["task"], request["text"], request["history"], pil_images, messages)
         verdict: Verdict = module.score(function, name, asked)
         return verdict
 

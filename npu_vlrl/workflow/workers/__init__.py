@@ -1,7 +1,7 @@
-"""Worker processes that can be killed, for code whose time nobody knows: rules on hostile answers, users' functions.
+"""Worker processes that can be killed, for code of unknown duration: rules on hostile answers, users' functions.
 
-A service is a module with `open_service(options) -> (hello, handle)`. It runs in processes of its own (`serve.py`),
-which a `WorkerPool` starts, feeds, kills at the deadline and replaces.
+A service is a module with `open_service(options) -> (hello, handle)`. It runs in its own processes (`serve.py`), which
+a `WorkerPool` starts, feeds, kills at the deadline and replaces.
 """
 
 from npu_vlrl.common.user_file import is_spec, load_function

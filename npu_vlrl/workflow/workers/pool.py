@@ -1,4 +1,4 @@
-"""The program's side of worker processes: a deadline is kept by killing the process.
+"""Client side of the worker processes: a deadline is enforced by killing the process.
 
 An answer of a model is hostile input: a tower of powers or a huge factorial keeps a computer-algebra system busy for
 ever, often inside one C call that no signal handler or thread can interrupt.
@@ -38,15 +38,15 @@ Reply = tuple[Content, tuple[Image, ...]]
 
 
 class WorkerError(RuntimeError):
-    """A request was not answered: its worker died or passed the deadline."""
+    """Raised when a request was not answered: its worker died or passed the deadline."""
 
 
 class WrongReplyError(WorkerError):
-    """A reply was not to the request, or came from another process, such as one that the worker forked."""
+    """Raised for a reply to another request, or from another process, such as one that the worker forked."""
 
 
 def check_limits(who: str, workers: int, deadline_s: float) -> None:
-    """Raises ValueError for numbers that no pool can have; `who` names the user of the pool, e.g. "judge"."""
+    """Raises ValueError for invalid limits of a pool; `who` names the user of the pool, e.g. "judge"."""
     if workers < 1:
         raise ValueError(f"a {who} pool needs at least 1 worker, got {workers}")
     if not 0 < deadline_s <= 3600:
@@ -63,7 +63,7 @@ class WorkerPool:
     """
 
     wrong_replies = 0
-    """Replies that were not to their request; each ended its worker."""
+    """Number of replies that did not belong to their request; each ended its worker."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class WorkerPool:
         deadline_s: float,
         memory_mib: int = 0,
     ) -> None:
-        """`service`: dotted name of its module; `options`: JSON for it; `name`: what to call it in errors;
-        `memory_mib`: resident memory that a worker and its children may take, 0 for any.
+        """`service`: dotted name of its module; `options`: JSON for it; `name`: its name in errors; `memory_mib`: limit
+        of the resident memory of a worker and its children, 0 disables.
         """
         setup = {"service": service, "options": dict(options), "name": name, "memory_mib": memory_mib}
         self._workers = [_Worker(name, setup, deadline_s) for _ in range(workers)]
@@ -92,16 +92,16 @@ class WorkerPool:
         return self._workers[-1].start()
 
     def submit(self, request: Mapping[str, Any], images: Sequence[Image] = ()) -> Future[Reply]:
-        """The future answer. Its deadline begins when a worker takes the request.
+        """Submits a request and returns its future reply. The deadline begins when a worker takes the request.
 
-        A request whose reply is a wrong one is made once more, to a new process. The future raises WorkerError when
-        the worker dies, is late or is wrong again, and ValueError when none can be started: that would happen to every
+        A request with a wrong reply is repeated once, to a new process. The future raises WorkerError when the worker
+        dies, is late or is wrong again, and ValueError when no worker can be started: that would fail for every
         request.
         """
         return self._threads.submit(self._ask, request, images)
 
     def close(self) -> None:
-        """Kills the workers; requests under way raise WorkerError."""
+        """Kills the workers; requests in flight raise WorkerError."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.kill()
@@ -129,19 +129,19 @@ class WorkerPool:
 
 
 class _Worker:
-    """The program's side of one process; used by one thread at a time, except `kill`."""
+    """Client side of one process; used by one thread at a time, except `kill`."""
 
     def __init__(self, name: str, setup: Mapping[str, Any], deadline_s: float) -> None:
         self._name = name
         self._setup = setup
         self._deadline_s = deadline_s
         self._process: subprocess.Popen[bytes] | None = None
-        """The supervisor; the worker is its child."""
+        """The supervisor process; the worker is its child."""
         self._connection: Connection | None = None
         self._pid = 0
-        """Of the worker."""
+        """Process id of the worker."""
         self._number = 0
-        """Of the last request to it."""
+        """Number of the last request to the worker."""
 
     def ask(self, request: Mapping[str, Any], images: Sequence[Image]) -> Reply:
         if self._process is None or self._process.poll() is not None:
@@ -186,7 +186,7 @@ class _Worker:
         self._process = self._connection = None
 
     def kill(self) -> None:
-        """Ends the process with all that it started."""
+        """Ends the process with all its descendants."""
         process = self._process
         if process is None or process.returncode is not None:  # once reaped, its number may belong to a stranger
             return
@@ -252,7 +252,7 @@ class _Worker:
 
 
 def _shut_down(end: int) -> None:
-    """Wakes who reads from or writes to a socket, even where a process that is not ours to kill holds the other end."""
+    """Shuts a socket down, which wakes its readers and writers even where a foreign process holds the other end."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end)) as other:
         other.shutdown(socket.SHUT_RDWR)
 
@@ -272,7 +272,7 @@ def _stop(threads: ThreadPoolExecutor, workers: Sequence[_Worker]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The program's environment, in which a worker finds this package and keeps to one core."""
+    """Environment variables of a worker, with which it finds this package and uses one core."""
     root = str(Path(npu_vlrl.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,8 +1,8 @@
 """The worker process: `python -m npu_vlrl.workflow.workers.serve FD SETUP`.
 
-FD is its end of a socket. SETUP is JSON: service, options, name, memory_mib. Under the eyes of its parent
-(`supervise.py`) it says `{"ready": hello}` or `{"error": …}` once, then answers each request with one message, and ends
-when the socket closes. No torch here: a worker must be small and start quickly.
+FD is the worker's end of a socket. SETUP is JSON: service, options, name, memory_mib. Supervised by its parent
+(`supervise.py`) it sends `{"ready": hello}` or `{"error": …}` once, then answers each request with one message, and
+ends when the socket closes. It imports no torch: a worker must be small and start quickly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from npu_vlrl.workflow.workers.supervise import supervise
 from npu_vlrl.workflow.workers.wire import Content, receive, send
 
 Handler = Callable[[Content, Sequence[Image]], tuple[Content, Sequence[Image]]]
-"""Request and its images to answer and its images. What it raises becomes `{"error": …}`."""
+"""Handler of a service: maps request and images to reply and images. An exception becomes `{"error": …}`."""
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def serve(connection: Connection, setup: Mapping[str, Any]) -> None:
-    """Answers requests until the other end closes."""
+    """Answers requests until the other end closes the connection."""
     pid = os.getpid()
     try:
         hello, handle = importlib.import_module(setup["service"]).open_service(setup["options"])
@@ -54,9 +54,9 @@ def serve(connection: Connection, setup: Mapping[str, Any]) -> None:
             request, images, number, _ = receive(connection)
         except EOFError:
             return
-        content, pictures = _answer(handle, request, images)
+        content, shown = _answer(handle, request, images)
         _end_forked(pid)
-        send(connection, content, pictures, number)
+        send(connection, content, shown, number)
 
 
 def _answer(handle: Handler, request: Content, images: Sequence[Image]) -> tuple[Content, Sequence[Image]]:
@@ -67,13 +67,13 @@ def _answer(handle: Handler, request: Content, images: Sequence[Image]) -> tuple
 
 
 def _end_forked(pid: int) -> None:
-    """Ends a process that the function forked and that came back from it as if it were the worker."""
+    """Ends a process that the function forked and that returned as if it were the worker."""
     if os.getpid() != pid:
         os._exit(0)
 
 
 def _keep_from_children(descriptor: int) -> None:
-    """A forked process writes to nowhere instead of to the socket, which ends with the worker."""
+    """Redirects `descriptor` to the null device in forked children: the socket is the worker's alone."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, descriptor, inheritable=False))
 

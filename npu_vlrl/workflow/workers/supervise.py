@@ -1,4 +1,4 @@
-"""The parent of a worker: it shows the beginning of its output, watches its memory and ends all that it started.
+"""Parent of a worker: passes on the beginning of its output, limits its memory and ends all its descendants.
 
 The worker runs code that may fork, start daemons in sessions of their own, print without end or take all memory. As a
 "child subreaper" (prctl(2)) the parent inherits whatever the worker's children leave behind, so nothing escapes it.
@@ -18,23 +18,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_OUTPUT = 2**16
-"""Bytes that one process may print into the log of the run."""
+"""Maximum number of bytes that one process may print into the log of the run."""
 
 OUT_OF_MEMORY = 222
-"""Exit code of a worker that took more than its memory."""
+"""Exit code of a worker that exceeded its memory limit."""
 
 TICK_S = 0.1
-"""Seconds between two looks at the memory."""
+"""Seconds between two checks of the memory."""
 
 _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # of <linux/prctl.h>
 
 
 def supervise(name: str, memory_mib: int, socket: int) -> None:
-    """Forks, and returns in the child: the worker. The parent never returns; it ends as the worker does.
+    """Forks, and returns in the child, the worker. The parent never returns; it exits as the worker does.
 
-    `name` is that of the worker in messages, `memory_mib` the resident memory that the worker and its children may take
-    together (0: any), `socket` a descriptor that is the worker's alone. SIGTERM, the death of the program or that of
-    the worker ends all.
+    `name` is the worker's name in messages, `memory_mib` the limit of the resident memory of the worker and its
+    children together (0: none), `socket` a descriptor that is the worker's alone. SIGTERM, the death of the program or
+    that of the worker ends all.
     """
     program = os.getppid()
     _prctl(_SUBREAPER, 1)
@@ -63,7 +63,7 @@ class _Supervisor:
         self._stopped = self._ended = False
 
     def run(self) -> int:
-        """The exit code of the worker, as `os.waitstatus_to_exitcode` gives it."""
+        """Supervises until the worker ends; returns its exit code, as `os.waitstatus_to_exitcode` gives it."""
         woken = self._wake_on_signals()
         code = None
         while code is None:
@@ -84,7 +84,7 @@ class _Supervisor:
         return code
 
     def _wake_on_signals(self) -> int:
-        """A descriptor that can be read once SIGTERM came or a child ended."""
+        """Descriptor that becomes readable when SIGTERM arrives or a child ends."""
         woken, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -96,7 +96,7 @@ class _Supervisor:
         self._stopped = True
 
     def _show(self) -> None:
-        """Passes on what was printed, up to `MAX_OUTPUT`; the rest is read and dropped, or the worker would wait."""
+        """Passes on the printed output, up to `MAX_OUTPUT`; the rest is read and dropped, lest the worker block."""
         assert self._output is not None
         text = os.read(self._output, 2**16)
         if not text:
@@ -110,7 +110,7 @@ class _Supervisor:
                 _write(f"\n{self._name} printed {limit} KiB; no more of this process is shown\n".encode())
 
     def _reap(self) -> int | None:
-        """Takes leave of children that ended; the worker's exit code when it is among them."""
+        """Reaps children that ended; returns the worker's exit code when it is among them."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -123,7 +123,7 @@ class _Supervisor:
                 return None
 
     def _end_all(self) -> None:
-        """Kills the worker and what it started; children of a dead process become ours, and are next."""
+        """Kills the worker and its descendants; children of a dead process become ours, and are killed next."""
         if not self._ended:
             os.kill(self._worker, signal.SIGKILL)
         while pids := _children(os.getpid()):
@@ -134,7 +134,7 @@ class _Supervisor:
 
 
 def _memory(worker: int, limit: int) -> int:
-    """Bytes of resident memory of a process and its descendants; pages that they share count once."""
+    """Resident memory of a process and its descendants, in bytes; pages that they share count once."""
     pids = [worker, *_descendants(worker)]
     total = sum(_resident(pid) for pid in pids)
     return total if total <= limit or len(pids) == 1 else sum(_proportional(pid) for pid in pids)
@@ -148,7 +148,7 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Resident memory in which a page of n processes counts 1/n."""
+    """Proportional set size of a process: a page shared by n processes counts 1/n."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -176,7 +176,7 @@ def _write(text: bytes) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Does nothing where there is no prctl: outside Linux daemons outlive their worker."""
+    """Calls prctl; does nothing where there is none: outside Linux, daemons outlive their worker."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

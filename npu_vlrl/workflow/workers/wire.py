@@ -15,29 +15,29 @@ from npu_vlrl.types import Image
 Content = dict[str, Any]
 
 MAX_JSON = 2**28
-"""Bytes of the JSON of a message; a longer one was written by something else than `send`."""
+"""Maximum size of a message's JSON, in bytes; a longer one was not written by `send`."""
 
 MAX_PIXELS = 2**28
-"""Bytes of an image; those of tools are limited to less (`data.images.check_size`)."""
+"""Maximum size of an image, in bytes; tools have a lower limit (`data.images.check_size`)."""
 
 
 class WireError(RuntimeError):
-    """What came is no message: another process writes to the same socket."""
+    """Raised when the received bytes are no message: another process writes to the same socket."""
 
 
 class Received(NamedTuple):
-    """A message, and who wrote it."""
+    """A received message with its sender."""
 
     content: Content
     images: tuple[Image, ...]
     number: int
-    """That of the request; a reply repeats it."""
+    """Number of the request; a reply repeats it."""
     pid: int
-    """Process that sent it."""
+    """Process id of the sender."""
 
 
 def send(connection: Connection, content: Mapping[str, Any], images: Sequence[Image] = (), number: int = 0) -> None:
-    """`content` must be JSON. Blocks while the other end does not read; raises OSError when it is gone."""
+    """Sends `content`, which must be JSON. Blocks while the other end does not read; raises OSError when it is gone."""
     sizes = [image.size for image in images]
     header = {"content": content, "sizes": sizes, "number": number, "pid": os.getpid()}
     connection.send_bytes(json.dumps(header).encode())
@@ -46,7 +46,7 @@ def send(connection: Connection, content: Mapping[str, Any], images: Sequence[Im
 
 
 def receive(connection: Connection) -> Received:
-    """Raises EOFError when the other end closed, and WireError for anything but a message."""
+    """Receives one message. Raises EOFError when the other end closed, and WireError for anything but a message."""
     header = _frame(connection, MAX_JSON)
     try:
         fields = json.loads(header)
@@ -61,7 +61,7 @@ def receive(connection: Connection) -> Received:
 
 
 def json_part(values: Mapping[str, Any]) -> Content:
-    """The entries that can be written as JSON."""
+    """Entries of `values` that can be written as JSON."""
     return {key: value for key, value in values.items() if _is_json(value)}
 
 

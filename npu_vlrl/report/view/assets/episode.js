@@ -3,7 +3,7 @@
 const mark = (solved) => el("span", { class: solved ? "good" : "bad" }, solved ? "solved" : "not solved");
 const fact = (name, ...value) => el("span", { class: "fact" }, el("span", { class: "dim" }, `${name} `), ...value);
 
-// Tokens of a block as spans; a number stands for a picture. Control tokens are quiet until tokens are coloured.
+// Tokens of a block as spans; a number stands for an image. Control tokens are quiet until tokens are coloured.
 function tokensOf(pieces, ids, images, turn) {
   const box = el("div", { class: "tokens" });
   const spans = [];
@@ -11,7 +11,7 @@ function tokensOf(pieces, ids, images, turn) {
   const values = [];
   pieces.forEach((piece, i) => {
     if (typeof piece === "number") {
-      box.append(picture(images[piece]));
+      box.append(imageBox(images[piece]));
       return;
     }
     const control = run.control.has(ids[i]);
@@ -38,13 +38,13 @@ function message(block, rest = []) {
   const label = block.role === null ? "" : block.role;
   const kind = ["system", "user", "assistant", "tool"].includes(label) ? label : "other";
   if (!block.pieces) {
-    const pictures = block.images.map(picture);
+    const images = block.images.map(imageBox);
     const note = `${counted(block.ids.length, "token")}; their text needs the run's tokenizer`;
     return el(
       "div",
       { class: `message ${kind}` },
       el("span", { class: "role" }, label),
-      el("div", { class: "body" }, el("p", { class: "dim" }, note), pictures),
+      el("div", { class: "body" }, el("p", { class: "dim" }, note), images),
     );
   }
   const cut = headLength(block);
@@ -129,11 +129,11 @@ function details(turn, isLast) {
 
 // The model sees a result in its next turn; only the last one has to be shown here.
 function resultOf(result, isLast) {
-  const pictures = isLast ? result.images.map(picture) : [];
-  const below = `${counted(result.images.length, "picture")}, below`;
+  const images = isLast ? result.images.map(imageBox) : [];
+  const below = `${counted(result.images.length, "image")}, below`;
   const more = !isLast && result.images.length ? el("span", { class: "dim" }, below) : null;
   const name = result.error ? el("span", { class: "bad" }, "error") : "returns";
-  return part(name, el("p", {}, result.text), pictures, more);
+  return part(name, el("p", {}, result.text), images, more);
 }
 
 function part(name, ...content) {

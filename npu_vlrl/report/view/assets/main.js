@@ -79,7 +79,7 @@ function showHelp() {
     byId("help"),
     el("h2", {}, "Keys"),
     el("dl", {}, lines),
-    el("p", { class: "dim" }, "The pointer on a token shows its numbers; a click on a picture shows the stored file."),
+    el("p", { class: "dim" }, "The pointer on a token shows its numbers; a click on an image shows the stored file."),
     el("footer", {}, el("button", { type: "button", on: { click: () => byId("help").close() } }, "Close")),
   );
   byId("help").showModal();

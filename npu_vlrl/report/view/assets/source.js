@@ -29,7 +29,7 @@ const embedded = {
   served: false,
   head: async () => unpack(byId("index").textContent),
   page: async (number) => unpack(await block(`page-${number}`)),
-  picture: async (hash) => {
+  image: async (hash) => {
     const text = await block(`picture-${hash}`);
     return text === null ? null : new Blob([await bytesOf(text)]);
   },
@@ -49,7 +49,7 @@ const served = {
     return answer.json();
   },
   page: async (number) => (await ask("/page", { number }))?.json(),
-  picture: async (hash) => (await ask("/picture", { hash }))?.blob() ?? null,
+  image: async (hash) => (await ask("/picture", { hash }))?.blob() ?? null,
 };
 
 const source = byId("index") ? embedded : served;

@@ -1,8 +1,8 @@
-"""The plain reading of short answers, golds and given ones alike, and when two readings are the same.
+"""Reads short answers, golds and given ones alike, and compares two readings.
 
-`normalise` makes one plain LaTeX of all writings; `reading.read` says what it is, with `exact` values for numbers and
-`units` behind them; `compare.same` compares two readings. Formulas are left to the caller, who has math-verify's parser
-for them and `functions` for their values.
+`normalise` converts all notations to one plain LaTeX; `reading.read` classifies it, with `exact` values of numbers and
+`units` behind them; `compare.same` compares two readings. Formulas are left to the caller, who uses math-verify's
+parser and `functions` for their values.
 """
 
 from __future__ import annotations

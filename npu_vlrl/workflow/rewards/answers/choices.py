@@ -1,4 +1,4 @@
-"""The letter of an option: in a short answer, and where a longer text states it. Linear in the text."""
+"""Finds the letter of an option in a short answer, or stated in a longer text. Linear in the text."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ def option(plain: str) -> tuple[str, str] | None:
 
 
 def is_list_of_letters(plain: str) -> bool:
-    """`A, B` or `x and y`: several options or variables, whose order does not count."""
+    """Whether a text lists several options or variables, whose order does not count: `A, B` or `x and y`."""
     return _LIST.fullmatch(plain.strip()) is not None
 
 
 def stated(text: str) -> str | None:
     """The capital letter that the text states last after `answer`, `answer is` or `答案`, or None.
 
-    The pronoun in `I think` and the article in `A cat` are no options, nor is what stands after `not`. `A or B` states
-    none of them.
+    The pronoun in `I think`, the article in `A cat` and a letter after `not` are no options. `A or B` states neither.
     """
     for opening in reversed(list(_STATED.finditer(text))):
         line = re.match(r"\s*[^\n]*", text[opening.end() : opening.end() + _WINDOW])

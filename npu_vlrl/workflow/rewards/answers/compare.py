@@ -1,4 +1,4 @@
-"""When two readings are the same answer: words by their letters, numbers by their exact values, groups by elements."""
+"""Compares two readings: words by their letters, numbers by their exact values, groups by their elements."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from npu_vlrl.workflow.rewards.answers.types import Ambiguous, Formula, Group, L
 from npu_vlrl.workflow.rewards.answers.units import DEGREE, PERCENT, RADIAN, Meaning, Unit
 
 Formulas = Callable[[Formula, Formula], bool]
-"""Whether the second formula, an answer's, is the same mathematics as the first, a gold's, whatever their units."""
+"""Function that decides whether an answer's formula equals a gold's mathematically, whatever their units."""
 
 
 _PRODUCT = re.compile(r"\\cdot|\\times|\*")
 
 
 def same(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
-    """Whether `answer` is right where `gold` is. Of an ambiguous answer one of its readings is enough.
+    """Whether `answer` is right where `gold` is. An ambiguous answer needs only one right reading.
 
-    A unit that one side leaves out is no difference, nor is the name of a variable (`x = 5` and `5`).
+    A unit or the name of a variable that one side leaves out is no difference (`x = 5` and `5`).
     """
     if isinstance(answer, Ambiguous):
         return any(same(gold, option, formulas) for option in answer.options)
@@ -43,12 +43,12 @@ def same(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
 
 
 def same_plain(gold: str, answer: str) -> bool:
-    """As `same` without math-verify: formulas must be written alike. Linear in the texts."""
+    """`same` without math-verify: formulas must be written alike. Linear in the texts."""
     return same(read(gold), read(answer), lambda one, other: False)
 
 
 def _same_text(gold: Reading, answer: Reading, formulas: Formulas) -> bool:
-    """Letter by letter. A name of two or three letters is also the product that a formula writes with signs."""
+    """Compares texts letter by letter. A name of two or three letters also equals the product of these letters."""
     if isinstance(gold, Text) and isinstance(answer, Text):
         return gold.letters == answer.letters
     text, other = (gold, answer) if isinstance(gold, Text) else (answer, gold)

@@ -1,6 +1,6 @@
-"""Exact values of numbers in all their writings: `1,234.5`, `1.2\\times10^{-3}`, `1\\frac{1}{2}`, `2B_{16}`.
+"""Exact values of numbers in all notations: `1,234.5`, `1.2\\times10^{-3}`, `1\\frac{1}{2}`, `2B_{16}`.
 
-A number is an expression of digits alone, and its value a fraction. Whatever has a letter, a root or a function is left
+A number is an expression of digits alone, and its value a fraction. Texts with a letter, a root or a function are left
 to math-verify. Expects text of `normalise`.
 """
 
@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 _MAX_BITS = 10_000
-"""Of numerator and denominator, each. A tower of powers is no number to compute, and Python prints no longer ones."""
+"""Maximum number of bits of numerator and of denominator: larger ones, such as towers of powers, are not computed."""
 
 _MAX_DEPTH = 40
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
@@ -34,7 +34,7 @@ _DIVIDED = re.compile(r"\s*(?:/|\\div|:(?!:))\s*")
 
 
 class TwoReadings(ValueError):
-    """A number with more than one plain reading; `args` are the readings in words."""
+    """Raised for a number with more than one plain reading; `args` are the readings in words."""
 
 
 class Parsed(NamedTuple):
@@ -43,7 +43,7 @@ class Parsed(NamedTuple):
 
 
 def exact(text: str) -> Fraction | None:
-    """The value of all of `text`, or None when it is no number. Raises TwoReadings, as for `3 4`."""
+    """Value of all of `text`, or None when it is no number. Raises TwoReadings, as for `3 4`."""
     based = _based(text)
     if based is not None:
         return based
@@ -52,7 +52,7 @@ def exact(text: str) -> Fraction | None:
 
 
 def exact_prefix(text: str) -> Parsed | None:
-    """The longest number at the beginning of `text`, and where it ends. Raises TwoReadings."""
+    """Longest number at the beginning of `text`, and its end position. Raises TwoReadings."""
     try:
         return _Parser(text).sum(0, 0)
     except (ZeroDivisionError, OverflowError):
@@ -117,7 +117,7 @@ class _Parser:
             value, at = _bounded(value / factor.value if divided else value * factor.value), factor.end
 
     def _juxtaposed(self, at: int, depth: int) -> Parsed | None:
-        """A factor without a sign before it: a group, as in `2(3)`."""
+        """Parses a factor without a sign before it: a group, as in `2(3)`."""
         opening = re.compile(r"\s*(?=\()").match(self.text, at)
         return None if opening is None else self.power(opening.end(), depth)
 
@@ -167,7 +167,7 @@ class _Parser:
         return None if below is None else Parsed(above.value / below.value, below.end)
 
     def number(self, at: int, depth: int) -> Parsed | None:
-        """A literal, or a mixed number: a whole one and a proper fraction after it."""
+        """Parses a literal, or a mixed number: an integer and a proper fraction after it."""
         literal = LITERAL.match(self.text, at)
         if literal is None:
             return None
@@ -189,7 +189,7 @@ class _Parser:
 
 
 def literal_value(literal: re.Match[str]) -> Fraction:
-    """The value of a match of `LITERAL`. Raises OverflowError for more digits than `_MAX_BITS` can hold."""
+    """Value of a match of `LITERAL`. Raises OverflowError for more digits than `_MAX_BITS` can hold."""
     exponent = int(literal["exponent"][1:]) if literal["exponent"] and len(literal["exponent"]) < 9 else 0
     if len(literal[0]) + abs(exponent) > _MAX_BITS // 5 or len(literal["exponent"] or "") >= 9:
         raise OverflowError

@@ -1,4 +1,4 @@
-"""Commas: between the elements of a list, between thousands, or before decimals."""
+"""Interprets commas: between the elements of a list, between thousands, or before decimals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DECIMAL = re.compile(_BEFORE + r"(?:\d+|\d{1,3}(?:\.\d{3})+),\d+(?:[eE][-+]?\d+
 
 
 def split(text: str, separators: Sequence[str]) -> list[str]:
-    """`text` cut at separators outside of all brackets. `{,}`, `<=` and `!=` are none."""
+    """Splits `text` at separators outside of all brackets. `{,}`, `<=` and `!=` are none."""
     pattern = "|".join(map(re.escape, separators))
     parts, start, depth = [], 0, 0
     for token in re.finditer(rf"\{{,\}}|\\[{{}}]|[<>!:]=|(?P<cut>{pattern})|[()\[\]{{}}⟨⟩]", text):
@@ -29,7 +29,7 @@ def split(text: str, separators: Sequence[str]) -> list[str]:
 
 
 def elements(text: str) -> list[str]:
-    """The elements of a list without brackets; a text that is no list is one element."""
+    """Elements of a list without brackets; a text that is no list is one element."""
     parts = split(text, (";",))
     if len(parts) == 1 and not _EUROPEAN.fullmatch(text):
         parts = [part for side in split(text, _AND_OR) for part in _between_commas(side)]
@@ -37,7 +37,7 @@ def elements(text: str) -> list[str]:
 
 
 def within_brackets(inner: str) -> tuple[list[str], bool]:
-    """The elements between brackets, and whether semicolons separate them, so that commas begin decimals."""
+    """Elements between brackets, and whether semicolons separate them, so that commas begin decimals."""
     parts = split(inner, (";",))
     return [part.strip() for part in (parts if len(parts) > 1 else _at_commas(inner))], len(parts) > 1
 
@@ -48,7 +48,7 @@ def comma_is_unclear(text: str) -> bool:
 
 
 def without_indian_commas(text: str) -> str:
-    """`12,34,567` as 1234567; anything else as it is."""
+    """Replaces `12,34,567` by 1234567; other texts are unchanged."""
     return text.replace(",", "") if _INDIAN.fullmatch(text) else text
 
 
@@ -57,6 +57,6 @@ def _between_commas(text: str) -> list[str]:
 
 
 def _at_commas(text: str) -> list[str]:
-    """Where some have a space after them, those between digits and three digits separate thousands."""
+    """Splits at commas. Where some precede a space, those between digits and three digits separate thousands."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "\ue001", text) if re.search(r",\s", text) else text
     return [part.replace("\ue001", ",") for part in split(spaced, (",",))]

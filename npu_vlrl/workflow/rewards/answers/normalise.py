@@ -1,7 +1,7 @@
-"""One plain LaTeX for all writings of an answer: Unicode, fonts, spaces and delimiters that mean the same.
+"""Normalises all notations of an answer to one plain LaTeX: Unicode, fonts, spaces and equivalent delimiters.
 
-Gold and answer both pass through `normalise`, so that neither is read by rules of its own. It keeps what carries
-meaning: `{,}` stays a comma within a number, `\\text{…}` stays the mark of upright letters, `°`, `%` and `$` are units.
+Gold and answer both pass through `normalise`, so that both are read by the same rules. It keeps symbols with a meaning:
+`{,}` stays a comma within a number, `\\text{…}` stays the mark of upright letters, `°`, `%` and `$` are units.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ _STEPS = [
 
 
 def normalise(text: str) -> str:
-    """`text` in plain LaTeX without fonts, delimiters, Unicode variants, or marks around and after it.
+    """Normalises `text` to plain LaTeX without fonts, delimiters, Unicode variants, or marks around and after it.
 
     Example: `normalise("$１２\\\\,５００\\\\text{ cm}²$.") == "12 500 \\\\text{cm} ^{2}"` but for spaces
     """
@@ -154,7 +154,7 @@ def normalise(text: str) -> str:
 
 
 def without_fonts(text: str) -> str:
-    """`text` with the content of each `\\text{…}` in place of it."""
+    """Replaces each `\\text{…}` in `text` by its content."""
     return re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
 
 
@@ -171,7 +171,7 @@ def _upright(font: re.Match[str]) -> str:
 
 
 def _without_delimiters(text: str) -> str:
-    """Removes `\\(…\\)`, `\\[…\\]` and `$…$`; what is left of `$` is a currency."""
+    """Removes `\\(…\\)`, `\\[…\\]` and `$…$`; a remaining `$` is a currency."""
     text = re.sub(r"\\[()\[\]]", " ", text).replace("\\$", "\ue000").replace("$$", "$")
     signs = len(re.findall(r"\$", text))
     amounts = len(re.findall(r"(?<![^\s(\-+])\$(?=\s?[\d.])", text))
@@ -181,7 +181,7 @@ def _without_delimiters(text: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without white space, marks of emphasis, quotation or grouping around all of it, or a stop at its end."""
+    """Strips white space, enclosing marks of emphasis, quotation or grouping, and a final stop."""
     before = None
     while before != text:
         before, text = text, re.sub(r"\s+", " ", text).strip(" ")

@@ -1,4 +1,4 @@
-"""Reads a short answer: a word, an option's letter, an exact number with its unit, a tuple, or a formula."""
+"""Reads a short answer as a word, an option's letter, an exact number with its unit, a tuple, or a formula."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from npu_vlrl.workflow.rewards.answers.types import Ambiguous, Formula, Group, L
 from npu_vlrl.workflow.rewards.answers.units import CURRENCY, Unit, parse_unit, scale
 
 LONGEST = 2000
-"""Characters of an answer that is read; a longer one is compared by its characters."""
+"""Maximum length of an answer that is read, in characters; a longer one is compared by its characters."""
 
 _MAX_NESTING = 20
 _COMMA_REMEDY = "write a decimal point (1.5), a space after the comma of a list (1, 5), or no separator of thousands"
@@ -47,13 +47,13 @@ _UNIT_AT_END = re.compile(
 
 
 def read(text: str) -> Reading:
-    """The reading of a gold or of an answer, which may be anything. Of bounded time up to `LONGEST`, linear beyond."""
+    """Reads a gold or an answer, which may be anything. Takes bounded time up to `LONGEST`, linear time beyond."""
     return Text(letters(text)) if len(text) > LONGEST else _read(normalise(text), 0)
 
 
 def quantity(text: str) -> Number | None:
-    """The number, with its unit, that all of `text` is: also as `x = 5` or with a decimal comma. None for others, and
-    for a range such as the `18-29` of an age group.
+    """Number with its unit, if it is all of `text`: also as `x = 5` or with a decimal comma. None for others, and for a
+    range such as the `18-29` of an age group.
     """
     reading = read(text)
     if isinstance(reading, Labelled):
@@ -64,7 +64,7 @@ def quantity(text: str) -> Number | None:
 
 
 def letters(text: str) -> str:
-    """What of words is compared: no spaces, case, quotes and marks at the end."""
+    """Letters by which words are compared: without spaces, case, quotes and final marks."""
     return re.sub(r"[\s\"'`]+", "", text).rstrip(".,;!").casefold()
 
 
@@ -93,7 +93,9 @@ def _read(text: str, depth: int, decimal_comma: bool = False) -> Reading:
 
 
 def _is_words(plain: str) -> bool:
-    """Two letters or more, or one of a script without spaces, and nothing that computes; `x-y`, `f(x)` and `y'` do."""
+    """Whether a text is words: at least two letters, or one of a script without spaces, and nothing that computes, as
+    `x-y`, `f(x)` and `y'` do.
+    """
     if not re.search(r"[^\W\d_].*[^\W\d_]|[^\W\d_\x00-\x7f]", plain) or re.search(r"[\d\\^_=+*/<>|{}%$°&~@#]", plain):
         return False
     runs = re.findall(r"[^\W\d_]+", plain)
@@ -109,7 +111,7 @@ def _unclear_comma(items: list[str], listed: Group, number: Number) -> Ambiguous
 
 
 def _approximate(text: str, depth: int) -> Reading | None:
-    """`10\\pi \\approx 31.4`: the value before the sign; after it only where a name or nothing stands before."""
+    """Value of `10\\pi \\approx 31.4`: the side before the sign, or the side after it if that is a name or empty."""
     first, *others = (part.strip() for part in split(text, ("\\approx",)))
     if not others or not others[0]:
         return None
@@ -120,7 +122,7 @@ def _approximate(text: str, depth: int) -> Reading | None:
 
 
 def _labelled(text: str, depth: int) -> Reading | None:
-    """`label = value`, also as a chain `x = 2 + 3 = 5`, or a point `P(1,2)`; None for an equation: a formula."""
+    """Reads `label = value`, also as a chain `x = 2 + 3 = 5`, or a point `P(1,2)`; None for an equation: a formula."""
     point = re.fullmatch(r"([A-Z]'?)\s*(\([^()]*,[^()]*\))", text)
     if point is not None:
         return Labelled(letters(point[1]), _read(point[2], depth + 1), text)
@@ -161,7 +163,7 @@ def _plus_minus(text: str, depth: int) -> Reading | None:
 
 
 def _group(text: str, depth: int) -> Reading | None:
-    """A tuple, set or interval: brackets around all of the text with commas or semicolons within."""
+    """Reads a tuple, set or interval: brackets around all of the text with commas or semicolons within."""
     opening = next((mark for mark in ("\\{", "(", "[", "⟨") if text.startswith(mark)), None)
     closing = next((mark for mark in ("\\}", ")", "]", "⟩") if text.endswith(mark)), None)
     if opening is None or closing is None or len(text) <= len(opening) + len(closing):
@@ -180,7 +182,7 @@ def _group(text: str, depth: int) -> Reading | None:
 
 
 def _spread(values: Iterable[Reading]) -> tuple[Reading, ...]:
-    """The elements of a list or set, in which `1 \\pm 2` are two."""
+    """Elements of a list or set, where `1 \\pm 2` counts as two."""
     lists = (value.items if isinstance(value, Group) and not value.brackets else (value,) for value in values)
     return tuple(item for items in lists for item in items)
 
@@ -195,7 +197,7 @@ def _balanced(text: str) -> bool:
 
 
 def _quantity(text: str) -> Reading | None:
-    """A number, its currency before it and its unit after it; None for anything else."""
+    """Reads a number with a currency before it and a unit after it; None for anything else."""
     if _AS_WRITTEN.fullmatch(text):
         return Text(letters(text))
     money = re.match(rf"([-+]?)\s*({CURRENCY.pattern})\s*([-+]?)(?=[\s\d.\\])", text)
@@ -221,13 +223,13 @@ def _quantity(text: str) -> Reading | None:
 
 
 def _unit_behind(rest: str) -> Unit | None:
-    """`cm`, or `(cm)`, where other words than those of units are remarks."""
+    """Unit behind a number: `cm`, or `(cm)`, where words in brackets that are no units are remarks."""
     remark = re.fullmatch(r"\s*\(([^()]*)\)\s*", rest)
     return parse_unit(rest) if remark is None else parse_unit(f" {remark[1].strip()}", known=True)
 
 
 def _range(text: str, difference: Number) -> Reading:
-    """`5-10` without spaces is as well a range or a score."""
+    """Reads `5-10` without spaces, which may be a range or a score."""
     ends = _RANGE.fullmatch(text)
     if ends is None:
         return difference
@@ -236,7 +238,7 @@ def _range(text: str, difference: Number) -> Reading:
 
 
 def _compound(value: Fraction, rest: str) -> Reading | None:
-    """`2 h 30 min` or `30°15'`: a smaller quantity of the same kind added."""
+    """Reads a sum of two quantities of the same kind, such as `2 h 30 min` or `30°15'`."""
     cut = re.search(r"(?:(?<=[a-z°'\u4e00-\u9fff])\s*|[\s,]+(?:and\s+)?)(?=\d)", rest) if len(rest) < 60 else None
     first = parse_unit(rest[: cut.start()]) if cut else None
     second = _quantity(rest[cut.end() :]) if cut and first else None
@@ -248,12 +250,12 @@ def _compound(value: Fraction, rest: str) -> Reading | None:
 
 
 def _is_sum_of_units(text: str) -> bool:
-    """`2 hours and 30 minutes` is one duration, and no list."""
+    """Whether a text with `and` is one quantity and no list, such as `2 hours and 30 minutes`."""
     return " and " in text and text[0].isdigit() and isinstance(_quantity(text), Number)
 
 
 def _rest(text: str, plain: str) -> Reading:
-    """A code such as `B12`, a name, or a formula with the unit behind it."""
+    """Reads a code such as `B12`, a name, or a formula with its unit."""
     coded = re.search(r"[^\W\d_]{3}|^[^\W\d_]+\d|\d_", plain) and not re.search(r"[\\^=+*/<>|]", plain)
     if coded or not plain or re.search(r"[\x00-\x1f]", plain):
         return Text(letters(plain))

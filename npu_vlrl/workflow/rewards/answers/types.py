@@ -1,4 +1,4 @@
-"""The kinds of readings that a short answer can have."""
+"""Kinds of readings of a short answer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from npu_vlrl.workflow.rewards.answers.units import Unit
 
 @dataclass(frozen=True)
 class Text:
-    """Words, by their letters alone: without spaces, case, quotes and a full stop."""
+    """Words, compared by their letters alone: without spaces, case, quotes and a full stop."""
 
     letters: str
 
 
 @dataclass(frozen=True)
 class Option:
-    """A choice's letter, or a variable, and what stands after it."""
+    """Letter of a choice, or a variable, and the text after it."""
 
     letter: str
     rest: str
@@ -25,7 +25,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Number:
-    """An exact value; without a unit where none is written."""
+    """Exact value; without a unit where none is written."""
 
     value: Fraction
     unit: Unit | None = None
@@ -38,7 +38,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Formula:
-    """Whatever must be parsed as mathematics."""
+    """Text that must be parsed as mathematics."""
 
     latex: str
     unit: Unit | None = None
@@ -46,7 +46,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class Group:
-    """`brackets` are `()`, `[)`, `{}` and so on, or none for a bare list, whose order does not count."""
+    """Elements in `brackets`: `()`, `[)`, `{}` and so on, or none for a bare list, whose order does not count."""
 
     brackets: str
     items: tuple[Reading, ...]
@@ -55,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Labelled:
-    """`x = 5`: a value with what it is the value of."""
+    """Value with its label, as in `x = 5`."""
 
     label: str
     value: Reading
@@ -64,7 +64,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Ambiguous:
-    """A text with several plain readings: in words, and those of them that can be compared."""
+    """Text with several plain readings: in words, and those of them that can be compared."""
 
     meanings: tuple[str, ...]
     options: tuple[Reading, ...]

@@ -1,6 +1,6 @@
-"""Names of units. A row is: symbols | words | bases | how many of these bases one unit is.
+"""Table of units. A row is: symbols | words | bases | number of these bases in one unit.
 
-Symbols are read with their case, words without it and also in the plural. A name in several rows has several meanings.
+Symbols are case-sensitive; words are not, and may be in the plural. A name in several rows has several meanings.
 """
 
 from __future__ import annotations

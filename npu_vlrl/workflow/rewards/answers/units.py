@@ -1,4 +1,4 @@
-"""Units, currencies and counted things behind a number: which are the same, and by which factor they differ.
+"""Units, currencies and counted things behind a number: decides which are the same, and computes their factor.
 
 A unit is a product of bases, so that `km/h`, `m s^{-1}` and `meters per second` compare, with a factor to these bases.
 A word that no table has is a base of its own: five apples are not five pears. Some names have several meanings (a
@@ -27,12 +27,12 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Unit:
-    """Example: `parse_unit("km/h")` has one meaning, {m: 1, s: -1} with the factor 5/18."""
+    """A unit with all its meanings, e.g. `parse_unit("km/h")`: one meaning, {m: 1, s: -1} with the factor 5/18."""
 
     meanings: tuple[Meaning, ...]
 
     def factors(self, other: Unit) -> list[Fraction]:
-        """For each meaning that both share: how many of `other` are one of this; empty for different units."""
+        """Factors of the meanings that both units share: number of `other` in one of this; empty if different."""
         pairs = product(self.meanings, other.meanings)
         return [mine.factor / yours.factor for mine, yours in pairs if mine.bases == yours.bases]
 
@@ -55,7 +55,7 @@ _PHRASES = (
     re.compile(r"\\frac\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*\{((?:[^{}]|\{[^{}]*\})*)\}"),
 )
 _BARE = frozenset("mgshLl")
-"""Letters that are units where nothing says so. Others, `t` or `d`, are variables unless they stand upright."""
+"""Letters that are units without further evidence. Others, `t` or `d`, are variables unless they stand upright."""
 
 CURRENCY = re.compile(r"(?:US)?\$|[€£¥₹₩]|(?:USD|EUR|GBP|CNY|RMB|JPY|INR|Rs\.?)(?=[\s\d])")
 _TOKEN = re.compile(
@@ -65,7 +65,7 @@ _TOKEN = re.compile(
 
 
 def parse_unit(text: str, *, known: bool = False) -> Unit | None:
-    """The unit that all of `text` is, or None. With `known`, words that no table has are none. See `normalise`."""
+    """Parses `text` as one unit; None if it is none. With `known`, words outside of the table are refused."""
     temperature, percent, fraction = _PHRASES
     text = re.sub(r"(?<=[a-z])([23])(?![\w.])", r"^\1", text)  # cm2
     tokens = _tokens(temperature.sub(r"°\1", percent.sub("%", fraction.sub(r"\1/\2", text))), roman=False)
@@ -103,7 +103,7 @@ def parse_unit(text: str, *, known: bool = False) -> Unit | None:
 
 
 def scale(text: str) -> tuple[int, str]:
-    """The power of ten that a word such as `million` at the beginning of `text` stands for, and the rest."""
+    """Power of ten of a word such as `million` at the beginning of `text`, and the rest."""
     word = re.match(r"\s*(?:\\text\{)?\s*([A-Za-z]+|万|亿)", text)
     places = _SCALES.get(word[1].casefold(), 0) if word else 0
     if word is None or not places:
@@ -113,7 +113,7 @@ def scale(text: str) -> tuple[int, str]:
 
 
 def _tokens(text: str, roman: bool) -> list[tuple[str, str, bool]]:
-    """(kind, word, upright); empty when something is no part of a unit."""
+    """Tokens (kind, word, upright) of a text; empty when some part belongs to no unit."""
     tokens: list[tuple[str, str, bool]] = []
     at = 0
     while at < len(text):
@@ -143,7 +143,7 @@ def _tokens(text: str, roman: bool) -> list[tuple[str, str, bool]]:
 
 
 def _split(chinese: str) -> list[str]:
-    """Chinese has no spaces: the longest names that the table has; else the rest is one word."""
+    """Splits Chinese text, which has no spaces, into the longest names of the table; any other text is one word."""
     words = []
     while chinese:
         size = next((n for n in range(len(chinese), 0, -1) if _name(chinese[:n])), len(chinese))
@@ -208,7 +208,7 @@ def _rows(table: str) -> Iterator[tuple[list[str], list[str], Meaning]]:
 
 
 def _tables() -> tuple[Names, Names]:
-    """Meanings by symbol and by word."""
+    """Meanings of units by symbol and by word."""
     symbols: Names = defaultdict(tuple)
     words: Names = defaultdict(tuple)
     for its_symbols, its_words, meaning in (*_rows(PLAIN), *_rows(SCALED)):

@@ -1,6 +1,6 @@
-// Pictures at the resolution that the model saw. They are decoded when they come into view.
+// Images at the resolution that the model saw. They are decoded when they come into view.
 
-const LARGEST = 4; // times that the pixels of a small picture are enlarged
+const LARGEST = 4; // times that the pixels of a small image are enlarged
 const COMFORTABLE = 240; // CSS pixels up to which they are
 
 const waiting = new Map();
@@ -32,7 +32,7 @@ function forgetUnseen() {
 }
 
 async function draw(canvas, hash, width, height) {
-  const blob = await source.picture(hash).catch(() => null);
+  const blob = await source.image(hash).catch(() => null);
   const size = { resizeWidth: width, resizeHeight: height, resizeQuality: "high" };
   const bitmap = blob && (await createImageBitmap(blob, size).catch(() => null));
   if (!bitmap) {
@@ -45,13 +45,13 @@ async function draw(canvas, hash, width, height) {
 }
 
 function missing(hash, width, height) {
-  const box = el("span", { class: "missing" }, "picture not in the run folder", el("br"), hash.slice(0, 12));
+  const box = el("span", { class: "missing" }, "image not in the run folder", el("br"), hash.slice(0, 12));
   if (width) box.style.aspectRatio = `${width} / ${height}`;
   return box;
 }
 
-// A picture of a record: a button that shows the file at its full size, and what the model made of it.
-function picture(image) {
+// An image of a record: a button that shows the file at its full size, and what the model made of it.
+function imageBox(image) {
   const [width, height] = image.seen ?? image.stored ?? [0, 0];
   const facts = [
     image.seen && `${width}×${height} seen`,
@@ -59,10 +59,10 @@ function picture(image) {
     image.stored && `${image.stored[0]}×${image.stored[1]} stored`,
   ].filter(Boolean);
   if (!image.stored) {
-    return el("span", { class: "picture" }, missing(image.hash, width, height), el("small", {}, facts.join(" · ")));
+    return el("span", { class: "image" }, missing(image.hash, width, height), el("small", {}, facts.join(" · ")));
   }
   const times = Math.max(1, Math.min(LARGEST, Math.floor(COMFORTABLE / Math.max(width, height))));
-  const canvas = el("canvas", { width, height, role: "img", "aria-label": `picture ${image.hash.slice(0, 12)}` });
+  const canvas = el("canvas", { width, height, role: "img", "aria-label": `image ${image.hash.slice(0, 12)}` });
   canvas.style.width = `${width * times}px`;
   canvas.style.aspectRatio = `${width} / ${height}`;
   if (times > 1) facts.push(`drawn ${times}×`);
@@ -70,18 +70,18 @@ function picture(image) {
   whenSeen(canvas, () => draw(canvas, image.hash, width, height));
   const open = el(
     "button",
-    { type: "button", class: "open", title: "Show the stored picture", on: { click: () => showFull(image) } },
+    { type: "button", class: "open", title: "Show the stored image", on: { click: () => showFull(image) } },
     canvas,
   );
-  return el("span", { class: "picture" }, open, el("small", {}, facts.join(" · ")));
+  return el("span", { class: "image" }, open, el("small", {}, facts.join(" · ")));
 }
 
 async function showFull(image) {
-  const blob = await source.picture(image.hash);
+  const blob = await source.image(image.hash);
   if (!blob) return;
   const address = URL.createObjectURL(blob);
   const [width, height] = image.stored;
-  const shown = el("img", { alt: `picture ${image.hash.slice(0, 12)}`, width, height });
+  const shown = el("img", { alt: `image ${image.hash.slice(0, 12)}`, width, height });
   shown.src = address;
   const close = el("button", { type: "button", on: { click: () => byId("full").close() } }, "Close");
   const facts = el("span", { class: "dim" }, `${width}×${height} · ${image.hash}`);
@@ -104,7 +104,7 @@ async function thumb(canvas, hash) {
 }
 
 async function small(hash) {
-  const blob = await source.picture(hash);
+  const blob = await source.image(hash);
   const whole = blob && (await createImageBitmap(blob));
   if (!whole) return null;
   const side = Math.min(whole.width, whole.height);
