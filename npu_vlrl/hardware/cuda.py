@@ -62,8 +62,8 @@ class CudaPlatform(Accelerator):
         return None
 
     def set_device(self, index: int) -> None:
-        """Also disables TF32 in convolutions, torch's default: the rounded gradient of the patch embedding changed the
-        sign of Adam's first steps, and a run differed from that of a CPU after one update.
+        """Makes a device current, and disables TF32 in convolutions, torch's default: the rounded gradient of the patch
+        embedding changed the sign of Adam's first steps, and a run differed from that of a CPU after one update.
         """
         super().set_device(index)
         torch.backends.cudnn.allow_tf32 = False

@@ -19,8 +19,7 @@ from npu_vlrl.config import LoraConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.engines.base import Request
 from npu_vlrl.engines.vllm.adapter import AdapterFolder
-from npu_vlrl.engines.vllm.prompt import collapsed, size_limits
-from npu_vlrl.engines.vllm.prompt import picture as pixels
+from npu_vlrl.engines.vllm.prompt import collapsed, resized_image, size_limits
 from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.types import Image, ImageInput, SamplingParams
 from tests.support.episodes import picture
@@ -52,7 +51,7 @@ def test_every_picture_keeps_one_placeholder(parts: list[int]) -> None:
         ([1, IMAGE, IMAGE, 2], [3], "at token 1 of the context"),
         ([IMAGE, IMAGE, 1, IMAGE], [2], "at token 3 of the context"),
         ([1, IMAGE, 2, IMAGE], [2], "at token 1 of the context"),
-        ([IMAGE, 2], [1, 1], "more pictures than runs of placeholders"),
+        ([IMAGE, 2], [1, 1], "more images than runs of placeholders"),
     ],
 )
 def test_placeholders_of_other_pictures_are_refused(ids: list[int], sizes: list[int], message: str) -> None:
@@ -79,9 +78,9 @@ def test_pictures_are_sent_at_a_size_that_stays(processor: ImageProcessor, width
     described = processor.describe(picture(width * times, height, 0))
     if max(described.grid[1:]) > 200 * min(described.grid[1:]):
         with pytest.raises(ValueError, match="crop it"):
-            pixels(processor, described.image)
+            resized_image(processor, described.image)
         return
-    sent = pixels(processor, described.image)
+    sent = resized_image(processor, described.image)
     limits = size_limits(processor)
     block = processor.patch_size * processor.merge_size
     stays = smart_resize(sent.height, sent.width, block, limits["shortest_edge"], limits["longest_edge"])
@@ -95,7 +94,7 @@ def test_pictures_are_sent_at_a_size_that_stays(processor: ImageProcessor, width
 def test_a_picture_that_is_too_narrow_is_refused() -> None:
     """41 pixels are rounded down to one block, and the other side is not."""
     with pytest.raises(ValueError, match="whose sides are as 292 to 1; crop it"):
-        pixels(ImageProcessor(), picture(41, 8190, 0))
+        resized_image(ImageProcessor(), picture(41, 8190, 0))
 
 
 def refused(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:

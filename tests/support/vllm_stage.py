@@ -38,7 +38,7 @@ class VllmStage(Stage):
             device=loaded.policy.device,
             context_tokens=CONTEXT,
             cache_bytes=CACHE_BYTES,
-            record=False,
+            capture=False,
             seed=0,
             device_bytes=device_bytes,
             sleeps=sleeps,

@@ -102,7 +102,7 @@ def engine(world: World, workers: int) -> None:
                 device=torch.device("cpu"),
                 context_tokens=1024,
                 cache_bytes=2**28,
-                record=False,
+                capture=False,
                 seed=0,
                 workers=workers,
             )
