@@ -49,7 +49,7 @@ class RecordingLLM:
         self.asleep: set[str] = set()
         self.workers = [worker(lambda tensors: self.did.append(f"load {len(list(tensors))}"))]
         self.llm_engine = SimpleNamespace(
-            reset_encoder_cache=lambda: self.did.append("forget pictures"),
+            reset_encoder_cache=lambda: self.did.append("forget images"),
             engine_core=SimpleNamespace(shutdown=lambda: None),
         )
 
@@ -96,7 +96,7 @@ def test_weights_wake_first_and_the_cache_last(recorded: None) -> None:
     made.sleep()
     made.sleep()
     made.weights_changed(1)
-    load_all, forget = f"load {len(made.policy.trainable())}", ["forget prompts", "forget pictures"]
+    load_all, forget = f"load {len(made.policy.trainable())}", ["forget prompts", "forget images"]
     first = [load_all, *forget]
     assert llm.did == [*first, "sleep 1", "wake ['weights']", load_all, "wake ['kv_cache']", *forget]
     made.weights_changed(2)
