@@ -57,7 +57,7 @@ class EpisodeStatus(StrEnum):
     TRUNCATED = "truncated"
     """The environment ended for want of time; its state still had a value."""
     FAILED = "failed"
-    """The sample was at fault, or code of the user's own; `Trajectory.error` says which and why."""
+    """The sample or the user's own code failed; `Trajectory.error` names it, with the reason."""
 
 
 class DataError(ValueError):
@@ -517,8 +517,8 @@ class Judge(Protocol):
 class Environment(Protocol):
     """World of one episode: `reset` once, then `step` for each turn of the policy, then `close` once.
 
-    Two episodes of one task in which the policy says the same see and earn the same. A class that inherits from
-    Environment needs `reset` and `step` only.
+    It must be deterministic: in episodes of one task, the same turns lead to the same observations and rewards. A class
+    that inherits from Environment needs `reset` and `step` only.
 
     Example: docs/environments.md has one of 30 lines.
     """

@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from npu_vlrl.common.fields import Section
 
 FIXED = "fixed"
-"""Metadata of the type of an option that no preset fills: its default stands in the configuration. Others are null
+"""Metadata of the type of an option that no preset fills: the configuration has its default. Other options are null
 there until a preset or the component fills them."""
 
 SCORES = ("proximal_N", "reference_N", "values_N")

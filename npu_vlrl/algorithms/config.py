@@ -158,7 +158,7 @@ class AlgorithmBase(Section):
             raise ConfigError(f"algorithm.correction: {values['loss']} has a correction of its own; set it to off")
 
     def _options(self, options: type[O]) -> O:
-        """The options of one class as they stand here. Raises ConfigError for those that contradict each other."""
+        """The options of one class, from the values of this section. Raises ConfigError for contradictory ones."""
         try:
             return options(**{key: getattr(self, key) for key in options.model_fields})
         except ValidationError as error:

@@ -28,7 +28,7 @@ class LossTokens:
     proximal_N: Tensor | None = None
     """Log-probabilities under the policy before the first update on this batch, as the learner computed them."""
     sample_N: Tensor | None = None
-    """int64: the sample of each token, in 0..n_samples-1; every sample is whole."""
+    """int64: the sample of each token, in 0..n_samples-1; every sample is complete."""
     n_samples: int = 0
     reference_N: Tensor | None = None
     """Log-probabilities under the policy that KL is measured against."""

@@ -1,7 +1,7 @@
 """Placement of a run's processes by Ray: one configuration for a laptop, one machine and several machines.
 
 `driver.py` is the process that the user starts, `placement.py` connects it to a cluster and reserves resources, and
-`placed.py` has the actor that runs on the machines. Each process of the run is `python -m npu_vlrl` with torchrun's
+`ray_actor.py` has the actor that runs on the machines. Each process of the run is `python -m npu_vlrl` with torchrun's
 variables, as torchrun starts it.
 """
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from npu_vlrl.cluster.placed import Said
 from npu_vlrl.cluster.placement import Place, bundles, connected, reserved
+from npu_vlrl.cluster.ray_actor import Chunk
 from npu_vlrl.common.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from npu_vlrl.config import Config, ConfigError, dump_config
 from npu_vlrl.hardware import VARIABLE, Platform, select
@@ -58,7 +58,7 @@ def _attempts(ray: Any, config: Config, command: str, platform: Platform) -> int
                 raise
             _say(f"the run failed: {error}")  # too little is left of the cluster
             return FAILED
-        if code != FAILED or processes.told_to_end or restarts == config.ray.restarts:
+        if code != FAILED or processes.end_requested or restarts == config.ray.restarts:
             return code
         restarts += 1
         _say(f"starting all again from the last checkpoint (restart {restarts} of {config.ray.restarts})")
@@ -78,7 +78,7 @@ class Processes:
         self._signals: list[int] = []
         self._pressures = [(GRACE_S, signal.SIGTERM), (KILL_S, signal.SIGKILL)]
         self._ending_since: float | None = None
-        self.told_to_end = False
+        self.end_requested = False
         """Whether the user requested the end."""
 
     def __enter__(self) -> Processes:
@@ -149,7 +149,7 @@ class Processes:
                 ready, _ = self._ray.wait(list(asked), timeout=TICK_S)
                 for answer in ready:
                     rank = asked.pop(answer)
-                    if not self._heard(rank, answer):
+                    if not self._handle_output(rank, answer):
                         asked[self._places[rank].actor.listen.remote()] = rank
                 self._follow_signals()
                 self._press()
@@ -159,19 +159,19 @@ class Processes:
             return DONE
         return BAD_INPUT if BAD_INPUT in self._codes.values() else FAILED
 
-    def _heard(self, rank: int, answer: Any) -> bool:
+    def _handle_output(self, rank: int, answer: Any) -> bool:
         """Shows the output of a process; returns whether the process has ended."""
-        said: list[Said]
+        output: list[Chunk]
         try:
-            said, code = self._ray.get(answer)
+            output, code = self._ray.get(answer)
         except self._ray.exceptions.RayError:
-            said, code, end = [], FAILED, "is lost: its machine, or Ray on it, is gone"
+            output, code, end = [], FAILED, "is lost: its machine, or Ray on it, is gone"
         else:
             end = f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
-        self._show(rank, said, code is not None)
+        self._show(rank, output, code is not None)
         if code is None:
             return False
-        expected = self.told_to_end or self._ending_since is not None  # later ends follow from the first
+        expected = self.end_requested or self._ending_since is not None  # later ends follow from the first
         if code not in (DONE, BAD_INPUT) and not expected:
             _say(f"{_name(rank)} on {self._places[rank]} {end}")
         self._codes[rank] = code
@@ -179,9 +179,9 @@ class Processes:
             self._ending_since = time.monotonic()
         return True
 
-    def _show(self, rank: int, said: Sequence[Said], ended: bool) -> None:
+    def _show(self, rank: int, output: Sequence[Chunk], ended: bool) -> None:
         """Shows the learner's output unchanged, and lines of the others on standard error, with their names."""
-        for number, data in said:
+        for number, data in output:
             if rank == LEARNER:
                 _write(sys.stdout if number == 1 else sys.stderr, data)
             else:
@@ -210,8 +210,8 @@ class Processes:
         """
         if not self._signals:
             return
-        if not self.told_to_end:
-            self.told_to_end = True
+        if not self.end_requested:
+            self.end_requested = True
             if signal.SIGTERM not in self._signals and self._signals.count(signal.SIGINT) < 2:
                 _say("stopping; Ctrl-C again kills all processes")
                 self._places[LEARNER].actor.send.remote(signal.SIGINT)

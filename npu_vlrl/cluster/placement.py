@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from npu_vlrl.cluster.placed import Placed
+from npu_vlrl.cluster.ray_actor import ProcessActor
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.config.extras import remedy
 from npu_vlrl.hardware import Platform
@@ -38,7 +38,7 @@ class Place:
     """Location of a process. Example: `Place(actor, "3f0c…", "10.0.0.2", "node2", "4")`"""
 
     actor: Any
-    """A handle of `placed.Placed`."""
+    """A handle of `ray_actor.ProcessActor`."""
     node: str
     address: str
     host: str
@@ -74,7 +74,7 @@ def connected(config: Config, platform: Platform) -> Iterator[Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = config.ray.address == "local"
     if local:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # its way to say: listen on 127.0.0.1 only
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # with this Ray listens on 127.0.0.1 only
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15 a training starves beside anything else
@@ -125,18 +125,18 @@ def reserved(ray: Any, needs: Sequence[Bundle], platform: Platform) -> Iterator[
     group = ray.util.placement_group(list(needs), strategy="PACK")
     actors: list[Any] = []
     try:
-        told = False
+        reported = False
         while True:
             _check_room(ray, needs)
             if group.wait(LOOK_AGAIN_S):
                 break
-            if not told:
+            if not reported:
                 print("npu-vlrl: waiting for room in the Ray cluster; others use it", file=sys.stderr, flush=True)
-                told = True
+                reported = True
         for index, bundle in enumerate(needs):
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
             options = {**_options(bundle), "scheduling_strategy": strategy, "max_concurrency": 2}
-            actors.append(ray.remote(Placed).options(**options).remote())
+            actors.append(ray.remote(ProcessActor).options(**options).remote())
         places = _places(ray, group, actors, platform)
         yield [places[index] for index in _order(needs, places)]
     finally:

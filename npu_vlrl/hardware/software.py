@@ -17,7 +17,7 @@ PACKAGES = (
 """Packages that results depend on, on every platform."""
 
 TRANSFORMERS = ("5.5.4", "5.24.0")
-"""The oldest and the newest release that the project was tried with. `model/versions.py` says what differs.
+"""The oldest and the newest release that the project was tried with. `model/versions.py` has the differences.
 
 CI runs 5.10.4, 5.19.0 and 5.24.0. 5.5.4 is what images of vllm-ascend 0.23.0 have: tests of models and kernels passed.
 """

@@ -24,7 +24,7 @@ def normalised(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def rms_norm_forward(
-    x_ptr: tl.tensor,  # [T, H], as are the tensors below, if nothing else is said
+    x_ptr: tl.tensor,  # [T, H], as are the tensors below, unless noted
     weight_ptr: tl.tensor,  # [H]
     out_ptr: tl.tensor,
     n_rows: tl.tensor,

@@ -1,4 +1,4 @@
-"""Messages between learners: work, and samples bit by bit. Each segment travels once, however many samples have it."""
+"""Messages between learners: work, and samples bit by bit. A segment that several samples share is sent once."""
 
 from __future__ import annotations
 

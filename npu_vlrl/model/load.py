@@ -120,7 +120,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ConfigError(f"model.path: the chat template of {folder} cannot be read: {error}; {AGAIN}") from error
-    except Exception:  # the template says so of one bare message; whether it renders an episode, the renderer finds out
+    except Exception:  # a template may refuse this message; whether it renders an episode, the renderer finds out
         pass
     return tokenizer
 

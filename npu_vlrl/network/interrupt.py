@@ -72,6 +72,6 @@ class CtrlC:
             again = "Ctrl-C" if number == signal.SIGHUP else f"{self._by} again"
             with suppress(OSError):  # the terminal may be gone. Not print: the signal may come in the middle of one
                 os.write(2, f"\nnpu-vlrl: ending after the step in hand; {again} ends at once\n".encode())
-        elif number != signal.SIGHUP and now - self._first > SAME_S:  # a closing terminal may say it several times
+        elif number != signal.SIGHUP and now - self._first > SAME_S:  # a closing terminal may send it several times
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

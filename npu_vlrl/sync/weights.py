@@ -245,16 +245,16 @@ class WeightReceiver:
     def _fill(self, buckets: Buckets) -> None:
         """Receives the buckets, and sends the learner their checksums."""
 
-        said = False
+        answered = False
 
         def fill() -> None:  # answers in this thread: otherwise the learner would wait until the other one wakes up
-            nonlocal said
+            nonlocal answered
             sums = receive_all(buckets, self.world.weights_group)
-            said = True
+            answered = True
             self._say(sums)
 
         def look() -> None:
-            if not said and self._channel.waiting():  # a message after that is the decision
+            if not answered and self._channel.waiting():  # a message after that is the decision
                 self._channel.check_alive()
                 raise PeerError(self._channel.peer, "gave up in the middle of an update of the weights")
 

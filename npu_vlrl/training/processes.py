@@ -236,7 +236,7 @@ def join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> Worl
         raise SystemExit(f"npu-vlrl: the run failed: {reason}")
 
     signal.signal(signal.SIGTERM, terminated)
-    cleanup.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the process ends anyway, and has more to say
+    cleanup.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the process is ending, and has more to report
     return world
 
 

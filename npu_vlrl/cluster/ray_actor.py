@@ -25,15 +25,15 @@ WAITING_CHUNKS = 256
 LAST_WORDS_S = 2.0
 """Seconds to wait for output after a child's end; its own children may hold its output open for longer."""
 
-Said = tuple[int, bytes]
+Chunk = tuple[int, bytes]
 """Chunk of output, after 1 for standard output or 2 for standard error."""
 
 
-class Placed:
+class ProcessActor:
     """Actor that runs one process. Ray calls `listen` in one thread and the other methods in another."""
 
     def __init__(self) -> None:
-        self._said: queue.Queue[Said | int] = queue.Queue(WAITING_CHUNKS)
+        self._output: queue.Queue[Chunk | int] = queue.Queue(WAITING_CHUNKS)
         self._child: subprocess.Popen[bytes] | None = None
 
     def devices(self, variable: str) -> str:
@@ -96,16 +96,16 @@ class Placed:
         threading.Thread(target=self._wait, args=(child, readers, scratch), daemon=True).start()
         return None
 
-    def listen(self) -> tuple[list[Said], int | None]:
+    def listen(self) -> tuple[list[Chunk], int | None]:
         """Waits until the child writes or ends; returns its output, and its exit code (-n for signal n) or None."""
-        said: list[Said] = []
+        output: list[Chunk] = []
         while True:
-            one = self._said.get()
+            one = self._output.get()
             if isinstance(one, int):
-                return said, one
-            said.append(one)
-            if self._said.empty():
-                return said, None
+                return output, one
+            output.append(one)
+            if self._output.empty():
+                return output, None
 
     def send(self, number: int) -> None:
         """Sends a signal to the child while it lives; SIGKILL also to its own children."""
@@ -121,11 +121,11 @@ class Placed:
 
     def _read(self, number: int, pipe: IO[bytes]) -> None:
         while chunk := os.read(pipe.fileno(), CHUNK):
-            self._said.put((number, chunk))
+            self._output.put((number, chunk))
 
     def _wait(self, child: subprocess.Popen[bytes], readers: list[threading.Thread], scratch: Path) -> None:
         code = child.wait()
         for reader in readers:
             reader.join(LAST_WORDS_S)
         shutil.rmtree(scratch, ignore_errors=True)
-        self._said.put(code)
+        self._output.put(code)
