@@ -23,8 +23,8 @@ from npu_vlrl.types import Sample
 def train(config: Config) -> dict[str, Any]:
     """Runs a whole training and returns its summary, which is also in `summary.json`.
 
-    Of several processes, as torchrun starts them, the first does so; the others learn with it or sample for it
-    (`train.learners`), and return nothing.
+    With several processes, as torchrun starts them, rank 0 runs the loop. The others learn with it or sample for it
+    (`train.learners`), and return an empty mapping.
 
     Raises ConfigError and DataError for what cannot be trained, and Interrupted after the first Ctrl-C, with a
     checkpoint if a step was done; a second one ends the process.
@@ -48,7 +48,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
     start = run.resume(learner)
     guard = run.guard(learner)
     await engine.update(start, guard)  # what the warm start or a checkpoint brought
-    learner.forget_features()  # of the guard's pictures: none are kept where a run is saved, either
+    learner.forget_features()  # of the guard's images: a checkpoint holds no features, and a resumed run begins alike
     engine.forget_features()
     if start == 0:
         run.evaluations["baseline"] = await run.evaluate("baseline", 0, ctrl_c.check)
@@ -79,7 +79,7 @@ async def _train(run: Run, ctrl_c: CtrlC) -> dict[str, Any]:
     if end:
         raise ctrl_c.ended(f"after {done} steps")
 
-    run.save(config.train.steps, learner, rollouts.state())  # first: the evaluation can be played again
+    run.save(config.train.steps, learner, rollouts.state())  # before the evaluation, which a resumed run repeats
     run.evaluations["final"] = await run.evaluate("final", config.train.steps, ctrl_c.check)
     return run.finish()
 

@@ -19,11 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 
 MAX_REWARD = 1e6
-"""Bound of what an answer, a tool call or a move may earn: far beyond it advantages overflow, and others are lost."""
+"""Limit of the absolute reward of an answer, a tool call or a move. Far above it advantages overflow, and small rewards
+of the same group are lost to rounding."""
 
 
 class SegmentKind(StrEnum):
-    """Who wrote a segment: the task, the policy, or the world answering the policy."""
+    """Author of a segment: the task, the policy, or the world answering the policy."""
 
     PROMPT = "prompt"
     ACTION = "action"
@@ -31,17 +32,17 @@ class SegmentKind(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why the engine stopped sampling an ACTION."""
+    """Reason for which the engine stopped sampling an ACTION."""
 
     END_OF_TURN = "end_of_turn"
     TURN_BUDGET = "turn_budget"
     CONTEXT_FULL = "context_full"
     INTERRUPTED = "interrupted"
-    """Between an engine and its session only, which asks again for the rest."""
+    """An interrupted turn, whose rest the session requests again. Workflows never see it."""
 
 
 class EpisodeStatus(StrEnum):
-    """Why an episode ended."""
+    """Reason for which an episode ended."""
 
     SOLVED = "solved"
     MAX_TURNS = "max_turns"
@@ -56,7 +57,7 @@ class EpisodeStatus(StrEnum):
     TRUNCATED = "truncated"
     """The environment ended for want of time; its state still had a value."""
     FAILED = "failed"
-    """The sample was at fault, or code of the user's own; `Trajectory.error` says which and why."""
+    """The sample or the user's own code failed; `Trajectory.error` names it, with the reason."""
 
 
 class DataError(ValueError):
@@ -65,7 +66,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """An upright RGB picture, identified by the SHA-256 of its size and pixels.
+    """An upright RGB image, identified by the SHA-256 of its size and pixels.
 
     Example: `Image(np.zeros((56, 56, 3), np.uint8)).hash[:8]`
     """
@@ -98,9 +99,9 @@ class Image:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """An image as one model sees it: which picture, and how many patches and tokens it becomes.
+    """An image as one model sees it: its pixels, and the number of patches and tokens that it becomes.
 
-    Example: a 56x56 picture for Qwen2.5-VL is `ImageInput(image, grid=(1, 4, 4), n_tokens=4)`.
+    Example: a 56x56 image for Qwen2.5-VL is `ImageInput(image, grid=(1, 4, 4), n_tokens=4)`.
     """
 
     image: Image
@@ -166,7 +167,7 @@ class Task:
     answer: str | None
     data_source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What judges and tools may need, e.g. `hidden_image` for the `look` tool."""
+    """Values for judges and tools, e.g. `hidden_image` for the `look` tool."""
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -233,7 +234,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an ACTION is drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` switch the filters off."""
+    """Sampling parameters of an ACTION. `temperature=0` is greedy; `top_p=1` and `top_k=0` switch the filters off."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -244,7 +245,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Generation:
-    """What an engine returns for one turn. The lengths are checked when it becomes a `Segment`.
+    """The result of an engine for one turn. The lengths are checked when it becomes a `Segment`.
 
     `logprobs` belong to the distribution that was sampled from, after temperature, filters and suppression; a greedy
     choice is reported at temperature 1.
@@ -261,7 +262,7 @@ class Generation:
 
 
 class EngineSession(Protocol):
-    """One episode's place in an engine: what it computed for a turn is there for the next one."""
+    """One episode's session in an engine: a later turn can reuse the KV cache of the earlier ones."""
 
     async def generate(self, context: Sequence[Segment], sampling: SamplingParams) -> Generation:
         """Continues `context`; tokens in, tokens out."""
@@ -271,7 +272,7 @@ class EngineSession(Protocol):
 
 
 class Engine(Protocol):
-    """Anything that samples from the policy."""
+    """An engine, which samples from the policy."""
 
     def session(self) -> EngineSession:
         """Opens an episode; `close` it in any case, since the engine waits for open sessions to fill a batch."""
@@ -288,9 +289,9 @@ class Verdict:
     reward: float
     solved: bool
     feedback: str | None = None
-    """What to tell the model instead of `workflow.feedback`."""
+    """Feedback to the model in place of `workflow.feedback`."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """The weighted terms that add up to `reward`; and the own reward of each term of `checks`, no part of it."""
+    """The weighted terms that add up to `reward`. A term of `checks` has its own reward here, which is not added."""
     checks: Mapping[str, bool | str] = field(default_factory=dict)
     """Terms of weight 0: whether each found the answer solved, or why it failed."""
 
@@ -305,7 +306,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool gives back to the model; an error is told to the model as text."""
+    """The result of a tool call, for the model; the model reads an error as text."""
 
     text: str = ""
     images: tuple[Image, ...] = ()
@@ -316,18 +317,18 @@ class ToolResult:
 class Step:
     """Answer of an environment to a turn of the policy.
 
-    Example: `Step(-0.1, (Message("user", (picture, "Your move?")),), verdict=Verdict(-0.1, solved=False))`
+    Example: `Step(-0.1, (Message("user", (image, "Your move?")),), verdict=Verdict(-0.1, solved=False))`
     """
 
     reward: float
     """Reward of the turn, finite and at most ±`MAX_REWARD`."""
     messages: tuple[Message, ...] = ()
-    """What the policy sees next; results of tools are told by `tool_results` instead."""
+    """The next observation of the policy; results of tools are in `tool_results` instead."""
     status: EpisodeStatus | None = None
     """SOLVED, LOST, TRUNCATED or STOPPED where the episode is over; None while it goes on."""
     verdict: Verdict | None = None
-    """None when the turn was no answer and no move, such as a tool call. An environment of the user's own may leave it
-    out: `reward` is then its verdict, solved where the status is SOLVED."""
+    """Verdict on the turn; None when the turn was no answer and no move, such as a tool call. An environment of the
+    user's own may leave it out: `reward` is then the verdict, solved where the status is SOLVED."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     judge_error: str | None = None
@@ -337,20 +338,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Turn:
-    """One ACTION, all that the model saw before it, and what came of it."""
+    """One ACTION, its context, and its results: verdict, tool results, feedback."""
 
     context: tuple[Segment, ...]
     action: Segment
     text: str
     """The decoded action, behind the `<think>` that the template opened for it, if it did; never encoded again."""
     verdict: Verdict | None = None
-    """None when the turn was a tool call."""
+    """Verdict on the answer; None when the turn was a tool call."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     feedback: str | None = None
-    """The text of the message that the model was told next; None where the episode ended, or tools answered."""
+    """Text of the feedback that followed; None where the episode ended, or tools answered."""
     judge_error: str | None = None
-    """Why the judge gave no verdict of its own; the answer then scored `reward.failed_reward`."""
+    """Reason for which the judge gave no verdict; the answer then scored `reward.failed_reward`."""
     state: str | None = None
     """The environment's `state_key` before the turn."""
     invalid: bool = False
@@ -398,9 +399,9 @@ class Trajectory:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What models that stay as they are during an update say of a sample's N scored tokens, float32 [N] each.
+    """Results of models that are fixed during an update for a sample's N scored tokens, float32 [N] each.
 
-    None where nobody asks.
+    None where neither the estimator nor the loss needs them.
     """
 
     proximal_N: np.ndarray | None = None
@@ -413,14 +414,14 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class Credit:
-    """What an estimator says of N scored tokens."""
+    """Result of an advantage estimator for N scored tokens."""
 
     advantages_N: np.ndarray
     """float64"""
     returns_N: np.ndarray
-    """float64: what the critic should have said."""
+    """float64: the target values of the critic."""
     critic_N: np.ndarray
-    """bool: where the critic is trained."""
+    """bool: whether the critic is trained on the token."""
 
 
 @dataclass(frozen=True)
@@ -435,17 +436,17 @@ class Sample:
     segments: tuple[Segment, ...]
     trained: tuple[int, ...]
     reward: float
-    """What an estimator over samples compares within a group."""
+    """The reward that an estimator over samples compares within a group."""
     outcome: float
     """The reward of the whole episode; the same in all samples of one."""
     episode: str
-    """Id of the trajectory. The samples of one stand together, in the order of their turns."""
+    """Id of the trajectory. The samples of one trajectory are adjacent, in the order of their turns."""
     first_turn: int = 0
     """Index in the episode of the first trained turn."""
     states: tuple[str | None, ...] = ()
-    """What the environment said of its state before each trained turn."""
+    """The environment's `state_key` before each trained turn."""
     with_observations: bool = False
-    """Scores what stands between the trained turns as well, for estimators and losses without a mask."""
+    """Whether observations between the trained turns are scored as well, for estimators and losses without a mask."""
     scores: Scores = Scores()
     """Set by the learner, before the estimator needs it."""
     credit: Credit | None = None
@@ -473,7 +474,7 @@ class Sample:
 
     @property
     def sampled_mask(self) -> list[bool]:
-        """[N]: which of the scored tokens are trained ones."""
+        """[N]: whether each scored token is trained."""
         return [i in self.trained for i in self.scored for _ in self.segments[i].token_ids]
 
     @property
@@ -488,7 +489,7 @@ class Sample:
 
     @property
     def behaviour_logprobs(self) -> list[float]:
-        """[N]: one value for each scored token, in order; NaN for those that nobody sampled."""
+        """[N]: one value for each scored token, in order; NaN for tokens that the policy did not sample."""
         return [
             value
             for i in self.scored
@@ -543,8 +544,8 @@ class Judge(Protocol):
 class Environment(Protocol):
     """World of one episode: `reset` once, then `step` for each turn of the policy, then `close` once.
 
-    Two episodes of one task in which the policy says the same see and earn the same. A class that inherits from
-    Environment needs `reset` and `step` only.
+    It must be deterministic: in episodes of one task, the same turns lead to the same observations and rewards. A class
+    that inherits from Environment needs `reset` and `step` only.
 
     Example: docs/environments.md has one of 30 lines.
     """
@@ -558,8 +559,8 @@ class Environment(Protocol):
         ...
 
     async def step(self, text: str, history: Sequence[Turn]) -> Step:
-        """Answers a turn; `text` as in `Turn`, `history` holds the earlier turns. Any text is possible: one that is no
-        action is told to the policy (`Step.invalid`), never raised.
+        """Answers a turn; `text` as in `Turn`, `history` holds the earlier turns. Any text is possible: for one that is
+        no action, return a `Step` with `invalid`, and do not raise.
         """
         ...
 
@@ -569,7 +570,7 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Frees what `reset` took, also where that raised; called once for each episode."""
-        return None  # a body, so that who inherits from this class need not write one
+        return None  # a body, so that subclasses need not write one
 
 
 class JudgeError(RuntimeError):

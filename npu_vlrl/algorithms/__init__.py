@@ -1,4 +1,4 @@
-"""Algorithms as pure functions: estimators of advantages, losses, and what else the section `algorithm` chooses.
+"""Algorithms as pure functions: advantage estimators, losses, and the other components of the section `algorithm`.
 
 Nothing here imports torch before a function needs it, so that a configuration is read without it.
 """

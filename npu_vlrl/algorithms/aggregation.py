@@ -27,7 +27,7 @@ class Counts:
     tokens: int
     """Trained tokens of all micro-batches of all ranks in the optimiser step."""
     samples: int
-    """Samples of the same."""
+    """Samples of all micro-batches of all ranks in the optimiser step."""
 
     def filled(self, weight: float) -> Tensor:
         """The same weight for every token, [N]."""
@@ -52,7 +52,8 @@ def _sample_mean_of_token_sums(counts: Counts) -> Tensor:
 
 
 def _constant(counts: Counts, options: ConstantOptions) -> Tensor:
-    """A number of tokens that does not depend on the data, such as a sample's budget (Dr. GRPO, arXiv 2503.20783)."""
+    """Divides by a number of tokens that does not depend on the data, such as a sample's budget (Dr. GRPO, arXiv
+    2503.20783)."""
     return counts.filled(1 / (options.loss_constant * counts.samples))
 
 

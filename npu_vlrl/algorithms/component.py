@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from npu_vlrl.common.fields import Section
 
 FIXED = "fixed"
-"""Metadata of the type of an option that no preset fills: its default stands in the configuration. Others are null
+"""Metadata of the type of an option that no preset fills: the configuration has its default. Other options are null
 there until a preset or the component fills them."""
 
 SCORES = ("proximal_N", "reference_N", "values_N")
@@ -47,7 +47,7 @@ class Component:
 
     @property
     def option_names(self) -> tuple[str, ...]:
-        """Names of its options."""
+        """Names of the component's options."""
         if self.options is None:
             return ()
         if issubclass(self.options, BaseModel):
@@ -103,9 +103,9 @@ def table(kind: type[C], functions: Iterable[Callable[..., Any]]) -> dict[str, C
 
 
 def make_options(component: Component, given: Mapping[str, Any], key: str) -> Any:
-    """The options of a component from what stands under the configuration's `key`.
+    """The options of a component, from the values under the configuration's `key`.
 
-    Raises ValueError, naming the key, for an unknown one and for a value of the wrong type or beyond its limits.
+    Raises ValueError, naming the key, for an unknown key and for a value of the wrong type or beyond its limits.
     """
     known = component.option_names
     for name in given:

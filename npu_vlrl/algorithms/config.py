@@ -32,7 +32,7 @@ TABLES: dict[str, Mapping[str, Component]] = {
     "correction": CORRECTIONS,
     "aggregation": AGGREGATIONS,
 }
-"""By the key that names one of them."""
+"""Components by name, for each key that names one."""
 ALWAYS: tuple[type[Options], ...] = (KL, Entropy, Selection)
 """Options of components that every algorithm has."""
 UNLESS_GIVEN = {"loss": "ppo", "aggregation": "token-mean", "loss_mask": True}
@@ -101,8 +101,8 @@ class AlgorithmBase(Section):
         return name
 
     def resolved(self) -> Self:
-        """The same with every key filled in, by the preset and then by the components; None or its default where what
-        is chosen has no such option.
+        """A copy with every key filled in, by the preset and then by the components; an option that no chosen component
+        has is None or its default.
 
         Raises ConfigError for a combination that means nothing.
         """
@@ -158,7 +158,7 @@ class AlgorithmBase(Section):
             raise ConfigError(f"algorithm.correction: {values['loss']} has a correction of its own; set it to off")
 
     def _options(self, options: type[O]) -> O:
-        """The options of one class as they stand here. Raises ConfigError for those that contradict each other."""
+        """The options of one class, from the values of this section. Raises ConfigError for contradictory ones."""
         try:
             return options(**{key: getattr(self, key) for key in options.model_fields})
         except ValidationError as error:
@@ -208,7 +208,7 @@ class AlgorithmBase(Section):
         return PolicyTerms(loss, correction, here._options(KL), here._options(Entropy))
 
     def try_own(self) -> None:
-        """Loads what is from the user's own files, and calls a loss, before a model is loaded. Raises ConfigError."""
+        """Loads the components in the user's files, and tries a loss, before a model is loaded. Raises ConfigError."""
         here = self.resolved()
         _, _, terms = here.estimator, here.reward_of_groups, here.policy_terms()
         if here.loss not in LOSSES:
@@ -237,7 +237,7 @@ class AlgorithmBase(Section):
 
     @property
     def tolerated_staleness(self) -> float:
-        """Updates between the policy that sampled and the one that learns for which the loss corrects."""
+        """Largest number of updates, between the policy that sampled and the learner's, that the loss corrects for."""
         loss = self.policy_terms().loss.component
         if self.correction != OFF or loss.corrects:
             return math.inf

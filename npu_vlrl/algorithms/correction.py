@@ -1,6 +1,6 @@
-"""Importance weights for what engine and learner disagree about: w = proximal / behaviour, without gradient.
+"""Importance weights for the mismatch of engine and learner: w = proximal / behaviour, without gradient.
 
-Both are the policy before the update; they differ by precision and kernels, and by updates that the engine has not got.
+Both are the policy before the update. They differ by precision and kernels, and by updates that the engine lacks.
 """
 
 from __future__ import annotations

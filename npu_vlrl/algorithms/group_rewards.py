@@ -1,4 +1,4 @@
-"""Rewards of a whole group: what its episodes earn by comparison with each other, before advantages are estimated."""
+"""Group rewards: rewards of episodes by comparison within their group, before advantages are estimated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Group:
 @dataclass(frozen=True)
 class GroupReward(Component):
     """A function of a `Group` that returns a number for each episode, or those and metrics, a mapping of names to
-    numbers. The last turn of the episode earns the number besides its own reward.
+    numbers. The number is added to the reward of the episode's last turn.
     """
 
 
@@ -42,14 +42,14 @@ def group_reward(options: type[Any] | None = None) -> Callable[[F], F]:
 
 
 class GroupRewards:
-    """Asks once for the rewards of each group, and adds them to its episodes."""
+    """Computes the rewards of each group once, and adds them to its episodes."""
 
     def __init__(self, reward: Chosen[GroupReward] | None, outcome: Callable[[Trajectory], float]) -> None:
         """`reward`: None leaves episodes as they are. `outcome`: the reward of a whole episode."""
         self._reward = reward
         self._outcome = outcome
         self._known: dict[str, tuple[list[float], dict[str, float]]] = {}
-        """By group: rewards and metrics, until `metrics` is asked for."""
+        """Rewards and metrics of each group, until `metrics` is called."""
 
     def added(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The trajectories of whole groups, in the same order; those without a turn earn nothing.
@@ -69,7 +69,7 @@ class GroupRewards:
     def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Means over the groups of these trajectories: `group_reward`, and the function's own as `group_reward/NAME`.
 
-        All groups are forgotten.
+        Clears the results of all groups.
         """
         known = [self._known[name] for name in dict.fromkeys(t.group for t in trajectories) if name in self._known]
         self._known.clear()
@@ -93,6 +93,6 @@ def _with_reward(trajectory: Trajectory, earned: float) -> Trajectory:
     if not trajectory.turns or not earned:
         return trajectory
     *before, last = trajectory.turns
-    action = copy.copy(last.action)  # checked when it was made, with special tokens that it does not keep
+    action = copy.copy(last.action)  # validated on construction, with special tokens that it does not store
     object.__setattr__(action, "reward", action.reward + earned)
     return replace(trajectory, turns=(*before, replace(last, action=action)))

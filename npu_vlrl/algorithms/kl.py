@@ -26,7 +26,7 @@ class KL(Options):
     kl_coef: NonNegative = 0.0
     """Weight of the KL divergence to the model before training; 0 needs no reference."""
     kl_kind: KLKind = "k3"
-    """Its estimate from one token, see docs/losses.md."""
+    """Estimate of the KL divergence from one token, see docs/losses.md."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Adds the KL to the loss, or takes it from the reward of each token."""
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""exp(20) is finite in every dtype used; beyond it a token counts as fully clipped and passes no gradient."""
+"""Limit of a log-ratio: exp(20) is finite in every dtype used; a token beyond it counts as clipped and has no gradient.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class LossTokens:
     proximal_N: Tensor | None = None
     """Log-probabilities under the policy before the first update on this batch, as the learner computed them."""
     sample_N: Tensor | None = None
-    """int64: the sample of each token, in 0..n_samples-1; every sample is whole."""
+    """int64: the sample of each token, in 0..n_samples-1; every sample is complete."""
     n_samples: int = 0
     reference_N: Tensor | None = None
     """Log-probabilities under the policy that KL is measured against."""
@@ -61,7 +62,7 @@ def loss(
 
 
 def bounded_exp(log_N: Tensor) -> Tensor:
-    """exp, constant beyond ±`LOG_RATIO_LIMIT`."""
+    """The exponential function, constant beyond ±`LOG_RATIO_LIMIT`."""
     return log_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 

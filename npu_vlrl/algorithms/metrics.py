@@ -1,4 +1,4 @@
-"""Numbers about a micro-batch that add up to numbers about a batch."""
+"""Metrics of micro-batches, which are reduced to metrics of a batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Metrics = dict[str, "Tensor"]
-"""Scalars without gradient; a name ends in how they are put together, `_sum` or `_max`. `NAME_tokens` is the number of
-tokens that a sum or maximum is over; `tokens_sum` is that of all which have no number of their own.
+"""Scalars without gradient; a name ends in its reduction, `_sum` or `_max`. `NAME_tokens` is the number of tokens of a
+sum or maximum; `tokens_sum` is the number for all metrics without a `NAME_tokens`.
 """
 
 

@@ -1,6 +1,6 @@
 """Components from the user's own files, named as `path/to/file.py:function`.
 
-They run in this process. Whatever they raise, or return that cannot be used, becomes a DataError that names them.
+They run in this process. An exception, or a result that cannot be used, becomes a DataError that names the component.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ def policy_loss(
     """Σ weight · (correction · loss + kl_coef · kl - entropy_coef · entropy) over the N tokens of a micro-batch.
 
     Log-probabilities and entropy are in nats. `weights_N` comes from `token_weights`. Ratios compare with `proximal_N`
-    where it is given, else with `behaviour_N`. `sample_N` (int64) and `n_samples` are for losses of whole samples. A
-    micro-batch without tokens gives 0, still tied to `logprobs_N`. NaN goes through: whoever steps the optimiser looks
-    at the loss.
+    where it is given, else with `behaviour_N`. `sample_N` (int64) and `n_samples` are for losses over samples. A
+    micro-batch without tokens gives 0, which still depends on `logprobs_N`. NaN goes through; the step of the optimiser
+    checks for it.
 
     The metrics carry no gradient; `reduce_metrics` adds micro-batches or ranks up. `gap_*` is |logprob - behaviour|:
     before the first optimiser step on a batch it is the disagreement of learner and engine, later the policy's drift as

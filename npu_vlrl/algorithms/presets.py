@@ -1,4 +1,4 @@
-"""Settings that make up a published algorithm. What a preset leaves out is filled by the components that it chooses."""
+"""Presets: the settings of published algorithms. A key that a preset leaves out is filled by the chosen components."""
 
 from __future__ import annotations
 
@@ -43,4 +43,4 @@ REMOVED = {
     "trico_without_turn_rewards": "algorithm.preset=trico algorithm.turn_rewards=false",
     "trico_without_bi_level": "algorithm.preset=trico algorithm.advantage=masked_gae",
 }
-"""Presets of earlier releases, and what is written in their place."""
+"""Presets of earlier releases, and the overrides that replace each."""

@@ -1,4 +1,4 @@
-"""Which groups of a step are trained on: those whose outcomes vary."""
+"""Selection of the groups that a step trains on: those whose outcomes vary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Selection(Options):
 
     @property
     def extra_groups(self) -> int:
-        """Groups that may be added in a step in place of those without spread (DAPO, arXiv 2503.14476)."""
+        """Number of groups that may be added in a step to replace those without spread (DAPO, arXiv 2503.14476)."""
         return self.max_extra_groups if self.dynamic_sampling else 0
 
     def select(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -50,7 +50,7 @@ def has_spread(samples: Sequence[Sample]) -> bool:
 def top_variance_groups(samples: Sequence[Sample], share: float) -> list[Sample]:
     """The samples of the `share` of groups whose outcomes vary most, at least one group (VAGEN's and RAGEN's filter).
 
-    The order stays. Of groups with equal spread, but for rounding, the earlier ones are kept.
+    The order stays. Among groups whose spread is equal up to rounding, the earlier ones are selected.
     """
     outcomes: dict[str, dict[str, float]] = {}
     for sample in samples:

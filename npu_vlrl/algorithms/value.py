@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RESOLUTION = 1e-6
-"""A variance below this share of the mean square is rounding of float32 sums."""
+"""Share of the mean square below which a variance is rounding of float32 sums."""
 
 
 class ValueOptions(Options):

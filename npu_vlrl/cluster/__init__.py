@@ -1,8 +1,8 @@
-"""Ray places the processes of a run: one configuration for a laptop, one machine and several machines.
+"""Placement of a run's processes by Ray: one configuration for a laptop, one machine and several machines.
 
-`driver.py` is the process that the user starts, `placement.py` gets it a cluster and room there, and `placed.py` is
-what runs on the machines. Each process of the run is `python -m npu_vlrl` with torchrun's variables, as torchrun starts
-it.
+`driver.py` is the process that the user starts, `placement.py` connects it to a cluster and reserves resources, and
+`ray_actor.py` has the actor that runs on the machines. Each process of the run is `python -m npu_vlrl` with torchrun's
+variables, as torchrun starts it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["check_started", "drives"]
 
 
 def drives(config: Config) -> bool:
-    """Whether this process is to have others placed, and is none of the run's own.
+    """Whether this process is the driver, which lets Ray place the processes of the run.
 
     Raises ConfigError under torchrun with another number of processes.
     """
@@ -29,7 +29,7 @@ def drives(config: Config) -> bool:
 
 
 def check_started(config: Config) -> None:
-    """Raises ConfigError where Ray has still to start the processes, as `npu-vlrl train` and `npu-vlrl eval` let it."""
+    """Raises ConfigError in a driver process, which must be `npu-vlrl train` or `npu-vlrl eval`."""
     if drives(config):
         raise ConfigError(
             f"ray.processes={config.ray.processes} is for the commands npu-vlrl train and npu-vlrl eval; set "

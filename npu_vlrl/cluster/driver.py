@@ -1,4 +1,4 @@
-"""The process that the user starts when Ray places the others: it shows what they say, and ends or restarts them."""
+"""Driver: the process that the user starts when Ray places the others; it shows their output and restarts them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from npu_vlrl.cluster.placed import Said
 from npu_vlrl.cluster.placement import Place, bundles, connected, reserved
+from npu_vlrl.cluster.ray_actor import Chunk
 from npu_vlrl.common.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from npu_vlrl.config import Config, ConfigError, dump_config
 from npu_vlrl.hardware import VARIABLE, Platform, select
@@ -23,20 +23,20 @@ from npu_vlrl.network.interrupt import hangup
 LEARNER = 0
 
 TICK_S = 0.5
-"""Between looks at signals and the clock."""
+"""Seconds between checks of signals and of the clock."""
 GRACE_S = 10.0
-"""From the end of one process until the others are told to end: until then they find out, and say, what is wrong."""
+"""Seconds from the end of one process until the others get SIGTERM, in which they notice and report the reason."""
 KILL_S = 40.0
-"""From the end of one process until the others are killed."""
+"""Seconds from the end of one process until the others are killed."""
 
 
 def drive(config: Config, command: str) -> int:
     """Runs `npu_vlrl COMMAND` in `ray.processes` processes of a Ray cluster; returns the exit code.
 
-    When one fails all end, and start again from the last checkpoint up to `ray.restarts` times, unless the input is
-    bad: that would repeat.
+    When one fails all end, and start again from the last checkpoint up to `ray.restarts` times, except after bad input,
+    which would fail again.
 
-    Raises ConfigError for no such cluster or no room in it, and HardwareError.
+    Raises ConfigError without such a cluster or enough resources in it, and HardwareError.
     """
     platform = select()
     try:
@@ -58,7 +58,7 @@ def _attempts(ray: Any, config: Config, command: str, platform: Platform) -> int
                 raise
             _say(f"the run failed: {error}")  # too little is left of the cluster
             return FAILED
-        if code != FAILED or processes.told_to_end or restarts == config.ray.restarts:
+        if code != FAILED or processes.end_requested or restarts == config.ray.restarts:
             return code
         restarts += 1
         _say(f"starting all again from the last checkpoint (restart {restarts} of {config.ray.restarts})")
@@ -66,20 +66,20 @@ def _attempts(ray: Any, config: Config, command: str, platform: Platform) -> int
 
 
 class Processes:
-    """The processes of one attempt, by rank. Use it as a context: none of them outlives it."""
+    """The processes of one attempt, by rank. Use it as a context, whose end kills all processes."""
 
     def __init__(self, ray: Any, places: Sequence[Place]) -> None:
         self._ray = ray
         self._places = tuple(places)
         self._codes: dict[int, int] = {}
-        """Of those that ended; -n by signal n."""
+        """Exit codes of the ended processes, by rank; -n for signal n."""
         self._unfinished = [b""] * len(places)
-        """Beginnings of lines."""
+        """Beginning of each process's unfinished line."""
         self._signals: list[int] = []
         self._pressures = [(GRACE_S, signal.SIGTERM), (KILL_S, signal.SIGKILL)]
         self._ending_since: float | None = None
-        self.told_to_end = False
-        """By the user."""
+        self.end_requested = False
+        """Whether the user requested the end."""
 
     def __enter__(self) -> Processes:
         return self
@@ -89,7 +89,7 @@ class Processes:
             self._ray.get(self._send(signal.SIGKILL))
 
     def start(self, config: Config, command: str, platform: Platform) -> None:
-        """Raises ConfigError when a machine does not see the run folder."""
+        """Starts the processes. Raises ConfigError when a machine does not see the run folder."""
         first, folder = self._places[LEARNER], os.getcwd()
         local_sizes = Counter(place.node for place in self._places)
         if len(local_sizes) > 1:
@@ -124,7 +124,9 @@ class Processes:
             _say(f"{there[0][1]} has rank {ranks}{on}")
 
     def _check_shared(self, run_dir: Path) -> None:
-        """One machine writes the checkpoint, and after a restart maybe another goes on from it."""
+        """Raises ConfigError when a machine does not see the run folder: one machine writes the checkpoint, and after a
+        restart another one may read it.
+        """
         get, first = self._ray.get, self._places[LEARNER]
         mark = str(run_dir.with_name(f".{run_dir.name}.{secrets.token_hex(8)}"))
         problem = get(first.actor.write_mark.remote(mark))
@@ -140,14 +142,14 @@ class Processes:
             )
 
     def follow(self) -> int:
-        """Shows what the processes say until all have ended; returns the exit code of the run."""
+        """Shows the output of the processes until all have ended; returns the exit code of the run."""
         asked = {place.actor.listen.remote(): rank for rank, place in enumerate(self._places)}
         with self._listening_to_signals():
             while asked:
                 ready, _ = self._ray.wait(list(asked), timeout=TICK_S)
                 for answer in ready:
                     rank = asked.pop(answer)
-                    if not self._heard(rank, answer):
+                    if not self._handle_output(rank, answer):
                         asked[self._places[rank].actor.listen.remote()] = rank
                 self._follow_signals()
                 self._press()
@@ -157,19 +159,19 @@ class Processes:
             return DONE
         return BAD_INPUT if BAD_INPUT in self._codes.values() else FAILED
 
-    def _heard(self, rank: int, answer: Any) -> bool:
-        """Whether this was the last of a process."""
-        said: list[Said]
+    def _handle_output(self, rank: int, answer: Any) -> bool:
+        """Shows the output of a process; returns whether the process has ended."""
+        output: list[Chunk]
         try:
-            said, code = self._ray.get(answer)
+            output, code = self._ray.get(answer)
         except self._ray.exceptions.RayError:
-            said, code, end = [], FAILED, "is lost: its machine, or Ray on it, is gone"
+            output, code, end = [], FAILED, "is lost: its machine, or Ray on it, is gone"
         else:
             end = f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
-        self._show(rank, said, code is not None)
+        self._show(rank, output, code is not None)
         if code is None:
             return False
-        expected = self.told_to_end or self._ending_since is not None  # who ends later ends because of the first
+        expected = self.end_requested or self._ending_since is not None  # later ends follow from the first
         if code not in (DONE, BAD_INPUT) and not expected:
             _say(f"{_name(rank)} on {self._places[rank]} {end}")
         self._codes[rank] = code
@@ -177,9 +179,9 @@ class Processes:
             self._ending_since = time.monotonic()
         return True
 
-    def _show(self, rank: int, said: Sequence[Said], ended: bool) -> None:
-        """The learner's output as it is; lines of the others on standard error, with their names."""
-        for number, data in said:
+    def _show(self, rank: int, output: Sequence[Chunk], ended: bool) -> None:
+        """Shows the learner's output unchanged, and lines of the others on standard error, with their names."""
+        for number, data in output:
             if rank == LEARNER:
                 _write(sys.stdout if number == 1 else sys.stderr, data)
             else:
@@ -193,7 +195,7 @@ class Processes:
 
     @contextmanager
     def _listening_to_signals(self) -> Iterator[None]:
-        """Noted here, and followed where nothing is half done."""
+        """Context in which signals are recorded, for `_follow_signals`."""
         numbers = (signal.SIGINT, signal.SIGTERM, *hangup())
         before = [signal.signal(number, lambda number, frame: self._signals.append(number)) for number in numbers]
         try:
@@ -203,11 +205,13 @@ class Processes:
                 signal.signal(number, handler)
 
     def _follow_signals(self) -> None:
-        """The first Ctrl-C or SIGHUP is for the learner, which ends the others; a second Ctrl-C ends all at once."""
+        """Follows recorded signals: the first Ctrl-C or SIGHUP is sent to the learner, which ends the others; a second
+        Ctrl-C kills all.
+        """
         if not self._signals:
             return
-        if not self.told_to_end:
-            self.told_to_end = True
+        if not self.end_requested:
+            self.end_requested = True
             if signal.SIGTERM not in self._signals and self._signals.count(signal.SIGINT) < 2:
                 _say("stopping; Ctrl-C again kills all processes")
                 self._places[LEARNER].actor.send.remote(signal.SIGINT)
@@ -218,7 +222,7 @@ class Processes:
             self._ending_since = now - GRACE_S
 
     def _press(self) -> None:
-        """Ends those that go on without the one that ended."""
+        """Sends signals to processes that still run a while after the end of another one."""
         if self._ending_since is None:
             return
         while self._pressures and time.monotonic() - self._ending_since >= self._pressures[0][0]:
@@ -238,7 +242,7 @@ def _say(text: str) -> None:
 
 
 def _write(stream: TextIO, data: bytes) -> None:
-    """Nobody may be there to read it any more, and the processes go on to their checkpoint."""
+    """Writes to a stream. It may be closed already, which must not stop the processes before their checkpoint."""
     with suppress(OSError):
         stream.flush()
         stream.buffer.write(data)

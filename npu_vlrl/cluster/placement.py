@@ -1,4 +1,4 @@
-"""A Ray cluster to run on, and room there for the processes of a run."""
+"""Connection to a Ray cluster, and reservation of resources for the processes of a run."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from npu_vlrl.cluster.placed import Placed
+from npu_vlrl.cluster.ray_actor import ProcessActor
 from npu_vlrl.config import Config, ConfigError
 from npu_vlrl.config.extras import remedy
 from npu_vlrl.hardware import Platform
 
 Bundle = dict[str, float]
-"""What one process needs, in Ray's names. Example: `{"CPU": 1, "NPU": 1}`"""
+"""Resources of one process, by Ray's names. Example: `{"CPU": 1, "NPU": 1}`"""
 
 BUILT_IN = {"CPU": "num_cpus", "GPU": "num_gpus"}
-"""Resources that Ray has words of its own for."""
+"""Resources for which Ray's functions have arguments of their own."""
 
 LOOK_AGAIN_S = 5.0
-"""While others hold what is needed, or a machine that was lost is not yet known to be."""
+"""Seconds between checks while others use the resources, or the loss of a machine is not known yet."""
 
 REACH_S = 10.0
 
 LOCAL_OBJECTS = 2**27
-"""Bytes of the object store of a cluster of our own: only words go through it."""
+"""Bytes of the object store of a local cluster, through which only short strings go."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs. Example: `Place(actor, "3f0c…", "10.0.0.2", "node2", "4")`"""
+    """Location of a process. Example: `Place(actor, "3f0c…", "10.0.0.2", "node2", "4")`"""
 
     actor: Any
-    """A handle of `placed.Placed`."""
+    """A handle of `ray_actor.ProcessActor`."""
     node: str
     address: str
     host: str
     devices: str
-    """What its visible-devices variable says; empty where the platform has none."""
+    """Value of the process's visible-devices variable; empty where the platform has none."""
 
     def __str__(self) -> str:
         return f"{self.host} ({self.address})"
 
 
 def bundles(config: Config, platform: Platform) -> list[Bundle]:
-    """What each process needs, by rank: an engine as many devices as it splits its model over."""
+    """Resources of each process, by rank; an engine needs as many devices as it splits its model over."""
     processes, learners = config.ray.processes, config.train.learners
     learning = processes if learners == "all" else learners
     cpus = {"CPU": float(config.ray.cpus)}
@@ -62,7 +62,7 @@ def bundles(config: Config, platform: Platform) -> list[Bundle]:
 
 @contextmanager
 def connected(config: Config, platform: Platform) -> Iterator[Any]:
-    """Within it, the module `ray` is connected to the cluster of `ray.address`.
+    """Context in which the module `ray`, its value, is connected to the cluster of `ray.address`.
 
     Raises ConfigError when Ray is not installed or there is no such cluster.
     """
@@ -74,7 +74,7 @@ def connected(config: Config, platform: Platform) -> Iterator[Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = config.ray.address == "local"
     if local:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # its way to say: listen on 127.0.0.1 only
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # with this Ray listens on 127.0.0.1 only
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15 a training starves beside anything else
@@ -97,7 +97,9 @@ def connected(config: Config, platform: Platform) -> Iterator[Any]:
 
 
 def _own_cluster(config: Config, platform: Platform) -> dict[str, Any]:
-    """It has the devices that are visible here, which Ray does not always find, and as many cores as are asked for."""
+    """Options of a local cluster: with the devices that are visible here, which Ray does not always find, and the
+    requested number of cores.
+    """
     found: Bundle = {"CPU": config.ray.cpus * config.ray.processes}
     if platform.visible_devices_variable is not None:
         found[platform.ray_resource] = platform.device_count()
@@ -105,7 +107,7 @@ def _own_cluster(config: Config, platform: Platform) -> dict[str, Any]:
 
 
 def _options(needs: Bundle) -> dict[str, Any]:
-    """As arguments of Ray's functions."""
+    """Converts resources to arguments of Ray's functions."""
     return {
         **{BUILT_IN[name]: amount for name, amount in needs.items() if name in BUILT_IN},
         "resources": {name: amount for name, amount in needs.items() if name not in BUILT_IN},
@@ -114,27 +116,27 @@ def _options(needs: Bundle) -> dict[str, Any]:
 
 @contextmanager
 def reserved(ray: Any, needs: Sequence[Bundle], platform: Platform) -> Iterator[list[Place]]:
-    """A place for each bundle, on as few machines as can be; they are given back at the end.
+    """Context with a place for each bundle, on as few machines as possible; its end releases the resources.
 
     Ranks with equal needs that share a machine are neighbours, in the order of their devices.
 
-    Raises ConfigError when the cluster has no room even if nobody else uses it; otherwise it waits.
+    Raises ConfigError when the resources exceed those of the whole cluster; otherwise it waits for them.
     """
     group = ray.util.placement_group(list(needs), strategy="PACK")
     actors: list[Any] = []
     try:
-        told = False
+        reported = False
         while True:
             _check_room(ray, needs)
             if group.wait(LOOK_AGAIN_S):
                 break
-            if not told:
+            if not reported:
                 print("npu-vlrl: waiting for room in the Ray cluster; others use it", file=sys.stderr, flush=True)
-                told = True
+                reported = True
         for index, bundle in enumerate(needs):
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
             options = {**_options(bundle), "scheduling_strategy": strategy, "max_concurrency": 2}
-            actors.append(ray.remote(Placed).options(**options).remote())
+            actors.append(ray.remote(ProcessActor).options(**options).remote())
         places = _places(ray, group, actors, platform)
         yield [places[index] for index in _order(needs, places)]
     finally:
@@ -161,7 +163,7 @@ def _places(ray: Any, group: Any, actors: Sequence[Any], platform: Platform) -> 
 
 
 def _order(needs: Sequence[Bundle], places: Sequence[Place]) -> list[int]:
-    """Bundles by rank. The first stays on its machine."""
+    """Order of the bundles by rank; the first bundle stays rank 0."""
 
     def key(index: int) -> tuple[bool, bool, str, list[int], int]:
         place = places[index]
@@ -172,7 +174,7 @@ def _order(needs: Sequence[Bundle], places: Sequence[Place]) -> list[int]:
 
 
 def _check_room(ray: Any, needs: Sequence[Bundle]) -> None:
-    """Counts what machines have, whoever uses it at the moment."""
+    """Raises ConfigError when the bundles do not fit into the cluster, including resources that others use."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     left = [dict(node["Resources"]) for node in alive]
     fitted = 0

@@ -1,8 +1,8 @@
-"""The asynchronous engine: each engine process plays a round of the queued requests as soon as it is idle.
+"""The asynchronous engine: each engine process samples a round of the queued requests as soon as it is idle.
 
-A slow judge or tool then holds up its own episode and no other, and what is in a round depends on timing. New weights
-do not wait for turns to end: rounds are interrupted, the engines take the weights, and the sessions ask for the rest of
-their turns.
+A slow judge or tool then delays only its own episode, and the content of a round depends on timing. New weights do not
+wait for turns to end: rounds are interrupted, the engines take the weights, and the sessions request the rest of their
+turns.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class AsyncEngine(RemoteEngine):
         """See `RemoteEngine`."""
         super().__init__(world, parameters, bucket_bytes, folder)
         self._arrived: list[Asked] = []
-        """Since the loop last turned. Members of a group ask together, and go to the same engine."""
+        """Requests since the last iteration of the event loop. Members of a group arrive together, and are assigned to
+        the same engine."""
         self._queues: dict[Link, list[Asked]] = defaultdict(list)
         self._playing: dict[Link, asyncio.Task[None]] = {}
         self._held = False
-        """No round begins."""
+        """Whether no round may begin."""
 
     async def ask(self, request: Request) -> Generation:
         loop = asyncio.get_running_loop()
@@ -53,7 +54,7 @@ class AsyncEngine(RemoteEngine):
             self.forget_session(number)
 
     async def update(self, version: int, check: Check = no_check) -> dict[str, float]:
-        """Raises what `weights_changed` and `check` raise."""
+        """Interrupts the rounds and transfers new weights. Raises the errors of `weights_changed` and `check`."""
         self._held = True
         try:
             await self.rest()
@@ -64,13 +65,13 @@ class AsyncEngine(RemoteEngine):
                 self._start(link)
 
     async def rest(self) -> None:
-        """Raises PeerError when an engine is gone."""
+        """Interrupts the rounds and waits for their answers. Raises PeerError when an engine is gone."""
         playing = dict(self._playing)
         await asyncio.gather(*(link.pause() for link in playing))
         await asyncio.gather(*playing.values())
 
     def forget_features(self) -> None:
-        """Nothing: an asynchronous run does not repeat bit by bit, and its engines may be in a round."""
+        """Does nothing: an asynchronous run is not reproducible bit by bit, and its engines may be in a round."""
 
     def _update(self, version: int, check: Check) -> dict[str, float]:
         self.world.enter_thread()
@@ -89,9 +90,9 @@ class AsyncEngine(RemoteEngine):
             self._playing[link] = asyncio.get_running_loop().create_task(self._play_at(link))
 
     async def _play_at(self, link: Link) -> None:
-        """Rounds until nothing waits for this engine."""
+        """Samples rounds until no request is queued for this engine."""
         while not self._held:
-            asked = [one for one in self._queues.pop(link, []) if not one[1].done()]  # not of episodes that ended
+            asked = [one for one in self._queues.pop(link, []) if not one[1].done()]  # without those of ended episodes
             if not asked:
                 break
             outcomes: list[Outcome]

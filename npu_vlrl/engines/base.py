@@ -1,7 +1,7 @@
-"""What every engine has in common: sessions, and the rounds that their turns are sampled in.
+"""Base of all engines: sessions, and the rounds in which their turns are sampled.
 
-A round starts when every open session has asked for its turn, and holds their requests in the order in which the
-sessions were opened. What is in a round depends on the requests alone, never on timing, so a run repeats exactly.
+A round starts when every open session has requested its turn, and has the requests in the order in which the sessions
+were opened. The content of a round depends on the requests alone, never on timing, so a run is reproducible.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from npu_vlrl.types import Generation, ImageInput, SamplingParams, Segment, Stop
 
 
 class EngineError(RuntimeError):
-    """An engine could not do what it was asked; the message names its process, or vLLM."""
+    """An engine could not answer a request; the message names its process, or vLLM."""
 
 
 class EngineEnded(EngineError):
-    """The process of an engine failed, and nothing can be asked of it any more."""
+    """The process of an engine failed, and answers no more requests."""
 
 
 @dataclass
 class EngineCounts:
-    """Work done so far; what sharing saved is `requested - prefilled`."""
+    """Work done so far; `tokens_requested - tokens_prefilled` were saved by sharing and caching."""
 
     tokens_requested: int = 0
     """Context tokens of all requests."""
     tokens_prefilled: int = 0
-    """Context tokens that were really computed."""
+    """Context tokens that were computed."""
     tokens_decoded: int = 0
     turns: int = 0
     images_referenced: int = 0
-    """Pictures that were asked for, by engines with vision features of their own; the others share the learner's."""
+    """Images that were requested, by engines with vision features of their own; the others share the learner's."""
     images_encoded: int = 0
-    """Those of them that went through the tower."""
+    """Referenced images that went through the tower."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Request:
     sampling: SamplingParams
 
     def prompt(self) -> tuple[object, ...]:
-        """Equal for requests with the same tokens and pictures, such as the first turns of a group."""
+        """Key that is equal for requests with the same tokens and images, such as the first turns of a group."""
         return self.token_ids, tuple(image.image.hash for image in self.images)
 
     def after(self, part: Generation) -> Request:
-        """What asks for the rest of a turn of which `part` is there.
+        """Request for the rest of a turn, after `part`.
 
-        The rest is drawn with a seed of its own: an engine draws from the beginning of what a seed gives.
+        The rest is drawn with a seed of its own, since an engine draws from the beginning of a seed's random stream.
         """
         if not part.token_ids:
             return self
@@ -69,14 +69,15 @@ class Request:
 
 
 Outcome = Generation | Exception
-"""What became of a request; a ValueError is the fault of the request alone."""
+"""Result of a request: a turn or an error. A ValueError is the fault of the request alone."""
 
 Check = Callable[[int], dict[str, float]]
-"""Called with the version of new weights before a round begins with them; returns metrics, or raises to end a run."""
+"""Function of the version of new weights, called before a round begins with them; returns metrics, or raises to end
+the run."""
 
 
 def no_check(version: int) -> dict[str, float]:
-    """Stands for a check of an update where there is none."""
+    """Default check of an update, which checks nothing."""
     return {}
 
 
@@ -88,7 +89,7 @@ class Session:
         self.number = number
 
     async def generate(self, context: Sequence[Segment], sampling: SamplingParams) -> Generation:
-        """A whole turn, in as many parts as it is interrupted; each token keeps the version that made it."""
+        """Samples a full turn, also over interruptions; each token keeps the version of its weights."""
         token_ids = tuple(token for segment in context for token in segment.token_ids)
         images = tuple(image for segment in context for image in segment.images)
         if not token_ids or sampling.max_new_tokens < 1:
@@ -128,7 +129,7 @@ class RoundEngine(ABC):
         self.weight_version = 0
         self.counts = EngineCounts()
         self.interrupted: Callable[[], bool] = lambda: False
-        """Asked again and again during a round: True ends it, and unfinished turns are answered with what they have."""
+        """Called repeatedly during a round: True ends it, and unfinished turns are answered with the tokens so far."""
         self._numbers = itertools.count()
         self._open: set[int] = set()
         self._waiting: dict[int, tuple[Request, asyncio.Future[Generation]]] = {}
@@ -136,42 +137,42 @@ class RoundEngine(ABC):
 
     @abstractmethod
     async def play(self, requests: Sequence[Request]) -> list[Outcome]:
-        """Samples the turns of a round, all at once; returns what became of each request, in order."""
+        """Samples the turns of a round, all at once; returns the outcome of each request, in order."""
 
     @abstractmethod
     def weights_changed(self, version: int) -> dict[str, float]:
-        """Tells that the learner's weights are now those of `version`; call it between rounds.
+        """Brings the engine to the learner's weights, which are now those of `version`; call it between rounds.
 
-        Returns what the transfer cost, as metrics; nothing where the weights are shared.
+        Returns bytes and seconds of the transfer, as metrics; none where the weights are shared.
         """
 
     def probe(self, requests: Sequence[Request]) -> dict[str, list[Outcome]]:
-        """Samples the same turns in every engine, by its name; call it between rounds. It counts as no work, and the
-        sessions of the requests end with it.
+        """Samples the same turns in every engine; returns their outcomes by the engine's name. Call it between rounds.
+        It does not count as work, and ends the sessions of the requests.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be probed")
 
-    def sleep(self) -> None:  # noqa: B027  # most have none to give
-        """Gives back what memory it can until `weights_changed`; call it between rounds."""
+    def sleep(self) -> None:  # noqa: B027  # most have none to release
+        """Releases memory until `weights_changed`, where the engine can; call it between rounds."""
 
     async def update(self, version: int, check: Check = no_check) -> dict[str, float]:
-        """See `weights_changed`; an engine whose rounds go on meanwhile interrupts them.
+        """Brings the engine to new weights, see `weights_changed`; an engine whose rounds are running interrupts them.
 
-        `check` is called with the version before the next round begins; what it says is added to the metrics.
+        `check` is called with the version before the next round begins; its metrics are added.
         """
         return self.weights_changed(version) | check(version)
 
     async def rest(self) -> None:
-        """Returns when no round is being played; the episodes have been told to end."""
+        """Returns when no round is running. Call it after the episodes were cancelled."""
         await asyncio.gather(*self._rounds)
 
     @abstractmethod
     def forget_features(self) -> None:
-        """Empties the cache of vision features, as it is when a run is resumed."""
+        """Empties the cache of vision features, so that its state equals that of a resumed run."""
 
     @abstractmethod
     def forget_session(self, number: int) -> None:
-        """Drops what is kept of a session between its turns."""
+        """Drops the cached state of a session."""
 
     def session(self) -> Session:
         session = Session(self, next(self._numbers))
@@ -198,7 +199,7 @@ class RoundEngine(ABC):
 
     def _start_when_full(self) -> None:
         if self._is_full():
-            # a task begins later, not now: sessions opened in the same breath still join the round
+            # a task begins later, not now: sessions opened in the same iteration of the loop still join the round
             task = asyncio.get_running_loop().create_task(self._round())
             self._rounds.add(task)
             task.add_done_callback(self._rounds.discard)
@@ -216,9 +217,9 @@ class RoundEngine(ABC):
 
 
 def settle(answers: Sequence[asyncio.Future[Generation]], outcomes: Sequence[Outcome]) -> None:
-    """Gives the outcomes of a round to those who await them."""
+    """Sets the outcomes of a round in the futures that await them."""
     for answer, outcome in zip(answers, outcomes, strict=True):
-        if answer.done():  # nobody awaits it any more
+        if answer.done():  # it was cancelled
             continue
         if isinstance(outcome, Exception):
             answer.set_exception(outcome)

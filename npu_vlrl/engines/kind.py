@@ -17,44 +17,44 @@ from npu_vlrl.model.vision import VisionFeatures
 
 
 class Placement(Enum):
-    """Which process an engine is in."""
+    """Role of the process that an engine is in."""
 
     ONLY = auto()
-    """The only one of the training, which learns too."""
+    """The only process of the training, which also learns."""
     LEARNER = auto()
-    """One of several that all learn and sample."""
+    """One of several processes that all learn and sample."""
     ENGINE = auto()
-    """One that only samples."""
+    """A process that only samples."""
 
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """The parts of a process that its engine is made of."""
+    """The parts of a process from which its engine is made."""
 
     config: Config
     platform: Platform
     device: int
-    """Number of its device on this machine, the first where the engine takes several."""
+    """Number of the engine's device on this machine, the first where the engine takes several."""
     loaded: LoadedModel
     vision: VisionFeatures | None
-    """None where `EngineKind.has_own_weights`, in a process that only samples."""
+    """Vision features of the policy; None where `EngineKind.has_own_weights`, in a process that only samples."""
     placement: Placement
     cleanup: ExitStack
-    """Ends what the engine holds."""
+    """Stack of callbacks that release the engine's resources."""
 
 
 class EngineKind(ABC):
     """Checks a configuration for engines of one kind, and makes them."""
 
     has_own_weights: bool
-    """The engine loads the model itself: in an engine process it needs the policy on the device `meta` only, and beside
-    a learner it takes memory for a second copy.
+    """Whether the engine loads the model itself. In an engine process it then needs the policy on the device `meta`
+    only, and beside a learner it takes memory for a second copy.
     """
 
     @abstractmethod
     def problems(self, config: Config, platform: Platform, several: bool) -> Iterator[str]:
-        """Why these engines cannot sample for this configuration on this platform, each as a sentence that names the
-        key and the remedy. `several` processes were started.
+        """Reasons for which these engines cannot sample for this configuration on this platform, each as a sentence
+        that names the key and the remedy. `several`: whether several processes were started.
         """
 
     def prepare(self) -> None:  # noqa: B027  # most need nothing

@@ -1,4 +1,4 @@
-"""What an engine must do that samples in the process it is in, so that a learner in another process can use it."""
+"""Base of engines that sample in their own process, with the methods that a learner in another process needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_vlrl.engines.base import EngineCounts, Outcome, Request, RoundEngine
 from npu_vlrl.sync.buckets import WeightTarget
 
 OWN = "the engine of this process"
-"""Its name in messages."""
+"""Name of the engine in messages."""
 
 
 class LocalEngine(RoundEngine):
@@ -21,17 +21,17 @@ class LocalEngine(RoundEngine):
 
     @abstractmethod
     def sample(self, requests: Sequence[Request]) -> list[Outcome]:
-        """See `play`."""
+        """Samples the turns of a round, see `play`."""
 
     @abstractmethod
     def holder(self) -> WeightTarget:
-        """How weights of another process come into this engine; `weights_changed` is told afterwards."""
+        """Target of weights from another process; `weights_changed` is called after each update."""
 
     def probe(self, requests: Sequence[Request]) -> dict[str, list[Outcome]]:
         return {OWN: self.sample_probe(requests)}
 
     def sample_probe(self, requests: Sequence[Request]) -> list[Outcome]:
-        """Samples a round that does not count, of sessions that end with it."""
+        """Samples a round that does not count as work, and ends its sessions."""
         kept = replace(self.counts)
         try:
             return self.sample(requests)
@@ -41,5 +41,5 @@ class LocalEngine(RoundEngine):
                 self.forget_session(request.session)
 
     def counted(self) -> EngineCounts:
-        """`counts`, with the pictures of an engine that is not the learner's own."""
+        """The counts, including images where the engine has vision features of its own."""
         return self.counts

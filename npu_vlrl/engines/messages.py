@@ -35,7 +35,7 @@ class Requests(msgspec.Struct, frozen=True):
 
 
 class Round(Message):
-    """Asks for the turns of a round; answered by `Answers`. Any message that comes meanwhile interrupts it."""
+    """Requests the turns of a round; answered by `Answers`. Any message that arrives meanwhile interrupts it."""
 
     requests: Requests
     closed: list[int]
@@ -43,13 +43,13 @@ class Round(Message):
 
 
 class Probe(Message):
-    """Asks for turns that do not count as work; answered by `Answers`."""
+    """Requests turns that do not count as work; answered by `Answers`."""
 
     requests: Requests
 
 
 class Pause(Message):
-    """Interrupts the round that is being played, and asks for nothing."""
+    """Interrupts the running round, and requests nothing."""
 
 
 class Sleep(Message):
@@ -76,7 +76,7 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request that cannot be answered, by its own fault."""
+    """A request was invalid."""
 
     reason: str
 
@@ -92,19 +92,19 @@ class Answers(Message):
 
     entries: list[Generated | Refused | Broken]
     token_ids: bytes
-    """int64: those of each generated turn, one after the other."""
+    """int64: tokens of each generated turn, one after the other."""
     logprobs: bytes
-    """float64, likewise."""
+    """float64: log-probabilities of these tokens."""
     weight_versions: bytes
-    """int64, likewise."""
+    """int64: weight versions of these tokens."""
     routes: bytes
-    """int16: those of each turn that has any, one after the other."""
+    """int16: routes of each turn that has them, one after the other."""
     counts: EngineCounts
-    """The engine's, so far."""
+    """Counts of the engine so far."""
 
 
 class RequestWriter:
-    """The learner's side of one engine."""
+    """Packs requests for one engine; the learner's side."""
 
     def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
         self._images = ImageWriter(cache_bytes)
@@ -120,13 +120,13 @@ class RequestWriter:
 
 
 class RequestReader:
-    """The engine's side."""
+    """Unpacks requests; the engine's side."""
 
     def __init__(self) -> None:
         self._images = ImageReader()
 
     def unpack(self, requests: Requests) -> list[Request]:
-        """Raises ValueError when an image is not the one that its hash names."""
+        """Reads the requests back. Raises ValueError when an image does not have its hash."""
         ids = np.frombuffer(requests.token_ids, INTEGERS)
         images = self._images.unpack(requests.images)
         ends = accumulate(entry.n_tokens for entry in requests.entries)
@@ -164,7 +164,7 @@ def _entry(outcome: Outcome) -> Generated | Refused | Broken:
 
 
 def unpack_outcomes(answers: Answers, engine: object) -> list[Outcome]:
-    """The outcomes of a round. What was no fault of a request becomes an EngineError that names `engine`."""
+    """Reads the outcomes of a round back. An error of the engine becomes an EngineError that names `engine`."""
     ids, versions = (np.frombuffer(part, INTEGERS).tolist() for part in (answers.token_ids, answers.weight_versions))
     logprobs = np.frombuffer(answers.logprobs, FLOATS).tolist()
     all_routes = np.frombuffer(answers.routes, ROUTES)

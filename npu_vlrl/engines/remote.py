@@ -1,8 +1,8 @@
-"""The learner's view of several processes that sample: one engine whose rounds are shared out among them.
+"""Engines of several processes: a round is distributed over the processes that sample.
 
-A session stays in one process for life, where its keys and values are, and all members of a group in the same one, so
-that their prompt is prefilled once. A new group goes to the process with the fewest open sessions: what each computes
-depends on the requests alone.
+A session stays in one process, which has its KV cache, and so do all members of a group, so that their prompt is
+prefilled once. A new group goes to the process with the fewest open sessions, so the distribution depends on the
+requests alone.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def channels(world: World) -> list[Channel]:
 
 
 def begin(world: World, scratch: Path) -> None:
-    """Lets the other processes load their models; `scratch` is where a `tiny:` model is, or may be written."""
+    """Lets the other processes load their models; a `tiny:` model is in `scratch`, or may be written there."""
     for channel in channels(world):
         channel.send(Begin(str(scratch)))
 
 
 def stop(world: World) -> None:
-    """Lets the other processes end, those that are still there."""
+    """Ends the other processes that are still alive."""
     for channel in channels(world):
         with suppress(PeerError):
             channel.send(Stop())
@@ -61,7 +61,7 @@ def stop(world: World) -> None:
 
 
 class SharedEngine(RoundEngine):
-    """See `types.Engine`. Its rounds are shared out."""
+    """Engine whose rounds are distributed over processes, see `types.Engine`."""
 
     def __init__(self, world: World, own: LocalEngine | None = None) -> None:
         """`own` is this process's engine, where it has one. Waits until every other process has loaded its model.
@@ -76,7 +76,7 @@ class SharedEngine(RoundEngine):
         self.links = [others[rank] for rank in world.engines]
         self._places: list[_Here | Link] = [*([_Here(own)] if own else []), *self.links]
         self._homes: dict[int, _Here | Link] = {}
-        """Where each open session is."""
+        """The engine of each open session."""
 
     async def play(self, requests: Sequence[Request]) -> list[Outcome]:
         shares = self._share(requests)
@@ -90,7 +90,7 @@ class SharedEngine(RoundEngine):
         return [outcomes[request.session] for request in requests]
 
     def probe(self, requests: Sequence[Request]) -> dict[str, list[Outcome]]:
-        """Raises EngineEnded when an engine failed, and PeerError when one is gone."""
+        """Samples the probe in all engines. Raises EngineEnded when one failed, and PeerError when one is gone."""
         asked = {place.name: place.probe(requests) for place in self._places}
         return {name: answer() for name, answer in asked.items()}
 
@@ -107,7 +107,7 @@ class SharedEngine(RoundEngine):
         self.counts = EngineCounts(*map(sum, zip(*(astuple(place.counts) for place in self._places), strict=True)))
 
     def _share(self, requests: Sequence[Request]) -> dict[_Here | Link, list[Request]]:
-        """The requests of each engine; sessions that are new get a home."""
+        """Distributes requests over engines; new sessions are assigned to one."""
         load = Counter(self._homes.values())
         together: dict[object, _Here | Link] = {}
         shares: dict[_Here | Link, list[Request]] = {}
@@ -123,14 +123,14 @@ class SharedEngine(RoundEngine):
 
 
 class RemoteEngine(SharedEngine):
-    """Of a learner that samples nothing itself: the engine processes get its weights."""
+    """Engine of a learner that does not sample itself; its weights are sent to the engine processes."""
 
     def __init__(
         self, world: World, parameters: Mapping[str, Tensor], bucket_bytes: int, folder: Path | None = None
     ) -> None:
-        """`parameters` are the trained ones of the learner. They travel by files in `folder` if there is one.
+        """`parameters` are the trained ones of the learner. With `folder` they are sent by files there.
 
-        Raises what `SharedEngine` raises, and SyncError when the model of an engine process is another one.
+        Raises the errors of `SharedEngine`, and SyncError when an engine process has another model.
         """
         super().__init__(world)
         if folder is None:
@@ -145,10 +145,10 @@ class RemoteEngine(SharedEngine):
 
 
 class LearnersEngine(SharedEngine):
-    """Of processes that all learn and sample: each has stepped its weights itself, and none are sent."""
+    """Engine of processes that all learn and sample: each steps its weights itself, so none are sent."""
 
     def __init__(self, world: World, own: LocalEngine) -> None:
-        """Raises what `SharedEngine` raises."""
+        """Raises the errors of `SharedEngine`; `own` is the engine of this process."""
         super().__init__(world, own)
         self._own = own
 
@@ -165,7 +165,7 @@ class LearnersEngine(SharedEngine):
 
 
 class _Here:
-    """The engine of this process. It plays while the others do, since those have been asked before."""
+    """The engine of this process. It samples at the same time as the others, which get their requests first."""
 
     name = OWN
 
@@ -184,33 +184,33 @@ class _Here:
 
 
 class Link:
-    """One engine process."""
+    """Connection to one engine process."""
 
     def __init__(self, channel: Channel, timeout_s: float) -> None:
         self.channel = channel
         self.name = str(channel.peer)
         self.counts = EngineCounts()
         self.closed: list[int] = []
-        """Sessions that it need not keep; told with the next round."""
+        """Sessions that have ended since the last round; the next round lists them."""
         self._timeout_s = timeout_s
         self._writer = RequestWriter()
         self._asked = threading.Event()
-        """The last round is on its way to the engine, whole."""
+        """Event that is set once the last round is sent completely."""
         self._asked.set()
 
     def ask(self, requests: Sequence[Request]) -> Awaitable[list[Outcome]]:
-        """Asks at once, in a thread; the answer is awaited."""
+        """Sends a round at once, in a thread; returns its outcomes as an awaitable."""
         asked, closed, self.closed = self._writer.pack(requests), self.closed, []
         self._asked = threading.Event()
         return in_thread(partial(self._play, Round(asked, closed), self._asked))
 
     def probe(self, requests: Sequence[Request]) -> Callable[[], list[Outcome]]:
-        """Asks at once; what it returns waits for the answer."""
+        """Sends a probe at once; returns a function that waits for the answer."""
         self.channel.send(Probe(self._writer.pack(requests)))
         return lambda: unpack_outcomes(self.expect(Answers, self._timeout_s), self.channel.peer)
 
     def pause(self) -> Awaitable[None]:
-        """Interrupts the round that is being played; its answer comes as ever. No round must be asked meanwhile."""
+        """Interrupts the running round, which is still answered. No other round may be sent meanwhile."""
 
         def tell() -> None:
             self._asked.wait()
@@ -239,7 +239,7 @@ class Link:
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Runs `work` in a thread that nothing waits for: when one engine is gone, the run must not wait for another."""
+    """Runs `work` in a daemon thread: when one engine is gone, the run must not wait for another at its end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

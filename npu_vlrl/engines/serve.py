@@ -1,4 +1,4 @@
-"""What an engine process does: it plays rounds and follows the learner's words, until it is told to stop."""
+"""Loop of an engine process: it samples rounds and handles the learner's messages, until the stop message."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from npu_vlrl.sync.files import DiskReceiver
 from npu_vlrl.sync.weights import SyncError, WeightReceiver, Weights
 
 Handlers = Mapping[type[Message], Callable[[Any], None]]
-"""What to do with a message of each kind."""
+"""Handlers of messages, by the kind of message."""
 
 HandlerFactory = Callable[[World, LocalEngine], Handlers]
-"""What an engine process does beside rounds, once the learner knows that it is ready."""
+"""Makes the handlers of an engine process beside those of rounds, after the ready message."""
 
 
 def weights_by_transfer(world: World, engine: LocalEngine) -> Handlers:
-    """Of an engine that gets its weights from the learner."""
+    """Handlers of an engine that receives its weights by collectives."""
     return _by(WeightReceiver(world, engine.holder()), engine)
 
 
 def weights_from_disk(world: World, engine: LocalEngine) -> Handlers:
-    """Of an engine that reads its weights from files that the learner writes."""
+    """Handlers of an engine that reads its weights from files that the learner writes."""
     return _by(DiskReceiver(world, engine.holder()), engine)
 
 
@@ -51,10 +51,10 @@ def _by(receiver: WeightReceiver, engine: LocalEngine) -> Handlers:
 
 
 def serve(world: World, load: Callable[[Path], tuple[LocalEngine, HandlerFactory]]) -> None:
-    """`load` makes the engine, once the learner says where a `tiny:` model is.
+    """Serves the learner until the stop message. `load` makes the engine, given the folder of a `tiny:` model.
 
-    Raises PeerError when the learner is gone. Any other error is told to the learner, and raised when that has ended:
-    whoever started the processes ends all of them as soon as one fails, and the learner should say why first.
+    Raises PeerError when the learner is gone. Any other error is sent to the learner, and raised when the learner has
+    ended: a launcher ends all processes as soon as one fails, and the learner should report the reason first.
     """
     channel = world.channel(LEARNER)
     try:
@@ -79,7 +79,7 @@ def serve(world: World, load: Callable[[Path], tuple[LocalEngine, HandlerFactory
 
 
 def _rounds(channel: Channel, engine: LocalEngine) -> Handlers:
-    """A message that comes during a round interrupts it; `Pause` asks for nothing else."""
+    """Handlers of rounds. A message that arrives during a round interrupts it; `Pause` does nothing else."""
     reader = RequestReader()
     engine.interrupted = channel.waiting
 

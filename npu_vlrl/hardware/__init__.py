@@ -1,4 +1,4 @@
-"""The only room, with `kernels/`, that may name a vendor. Everybody else asks `select()`."""
+"""Platforms: facts about devices and vendors. Only this room and `kernels/` name vendors; others call `select()`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 PLATFORMS: dict[str, type[Platform]] = {"npu": NpuPlatform, "cuda": CudaPlatform, "cpu": CpuPlatform}
-"""In the order in which they are tried."""
+"""Platforms by name, in the order in which they are tried."""
 
 VARIABLE = "NPU_VLRL_PLATFORM"
 
@@ -31,7 +31,7 @@ load_torch_npu()  # before anything imports transformers
 
 
 def select() -> Platform:
-    """The platform that `NPU_VLRL_PLATFORM` names, else the first that is really usable.
+    """The platform that `NPU_VLRL_PLATFORM` names, else the first usable one.
 
     Raises HardwareError when the named platform is unknown or unusable; the message says what is missing.
     """
@@ -59,9 +59,9 @@ def to_report() -> Platform:
 
 
 def published(name: str) -> tuple[str, Peak]:
-    """The device of that name, of a name that ends with it ("910B2", "910C") or holds it, and its maker's numbers.
+    """The device whose name is, ends with ("910B2", "910C") or contains `name`, and its published numbers.
 
-    Raises HardwareError for a name that means no device, or several.
+    Raises HardwareError for a name that matches no device, or several.
     """
     known = {device: peak for platform in PLATFORMS.values() for device, peak in platform.peaks.items()}
     names = {device: {_plain(device), _plain(peak.called)} for device, peak in known.items()}

@@ -1,4 +1,4 @@
-"""What shell scripts and other processes ask of this room.
+"""Commands of this room for shell scripts and other processes.
 
 `python -m npu_vlrl.hardware environment` prints the shell lines that the launch scripts run, for the selected platform.
 `python -m npu_vlrl.hardware collective RANK STORE SECONDS` is one process of `collective.check`.
@@ -14,7 +14,7 @@ from npu_vlrl.hardware.collective import peer
 
 
 def exports(platform: Platform) -> str:
-    """One line a variable; a value that is set already stays."""
+    """Shell lines that export the platform's variables, one each; a value that is set already stays."""
     return "".join(
         f"export {name}=${{{name}-{shlex.quote(setting.value)}}}  # {setting.why}\n"
         for name, setting in platform.launch_environment.items()

@@ -1,4 +1,4 @@
-"""What CUDA and Ascend devices have in common: torch answers for both under the same names."""
+"""Shared base of CUDA and Ascend devices, for which torch has interfaces with the same names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from npu_vlrl.hardware.base import GraphCapture, HardwareError, Memory, Platform
 
 SEGMENTS = "expandable_segments"
-"""The allocator's setting: memory that grows where it stands."""
+"""Name of the allocator's setting for segments that grow in place."""
 
 
 class Accelerator(Platform):
@@ -22,13 +22,13 @@ class Accelerator(Platform):
     tool: str
     """The vendor's command that shows devices."""
     graph: str
-    """What torch calls recorded work."""
+    """Torch's class of a captured graph."""
     allocator_variables: tuple[str, ...]
-    """Where settings of torch's allocator come from; the first that is set counts."""
+    """Variables with settings of torch's allocator; the first that is set counts."""
 
     @abstractmethod
     def api(self) -> Any:
-        """`torch.cuda` or its like."""
+        """Torch's module for the devices, such as `torch.cuda`."""
 
     def device(self, index: int = 0) -> torch.device:
         self.api()
@@ -87,8 +87,8 @@ class Accelerator(Platform):
 
     @contextmanager
     def shareable(self) -> Iterator[None]:
-        """Without expandable segments: to open one of them a process needs a right over the one that allocated it
-        (`pidfd_getfd`), which containers and `ptrace_scope=1` deny. torch then takes no block of such a segment either.
+        """Allocates without expandable segments: to open such a segment, another process needs rights over this one
+        (`pidfd_getfd`), which containers and `ptrace_scope=1` deny. torch then reuses no block of such a segment.
         """
         _, settings = self.allocator_settings() or ("", "")
         if f"{SEGMENTS}:True" not in settings:
@@ -101,18 +101,18 @@ class Accelerator(Platform):
             self._set_allocator(settings)
 
     def _set_allocator(self, settings: str) -> None:
-        """All of them: torch takes the default for each that is left out."""
+        """Sets all settings of the allocator: torch takes the default for each one that is left out."""
         self.api().memory._set_allocator_settings(settings)
 
     def graph_capture(self) -> GraphCapture | None:
         api = self.api()
         pool = api.graph_pool_handle()
 
-        def record(work: Callable[[], None]) -> Callable[[], None]:
+        def capture(work: Callable[[], None]) -> Callable[[], None]:
             aside = api.Stream()
             aside.wait_stream(api.current_stream())
             with api.stream(aside):
-                work()  # what is compiled or chosen at the first call is not for the record
+                work()  # the first call may compile or select kernels, which must not be captured
             api.current_stream().wait_stream(aside)
             graph = getattr(api, self.graph)()
             with api.graph(graph, pool=pool):
@@ -120,7 +120,7 @@ class Accelerator(Platform):
             replay: Callable[[], None] = graph.replay
             return replay
 
-        return record
+        return capture
 
     def rng_state(self) -> torch.Tensor:
         state: torch.Tensor = self.api().get_rng_state()

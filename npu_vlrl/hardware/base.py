@@ -1,4 +1,4 @@
-"""What the rest of the code may ask about the machine. One small class per vendor answers it."""
+"""Interface of a platform: all that the rest of the code may ask about devices. Each vendor has one small class."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 
 class HardwareError(RuntimeError):
-    """The wanted platform or device is not usable here; the message says what is missing."""
+    """The requested platform or device is not usable here; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one device, in bytes; `free` counts what every process has left."""
+    """Memory of one device, in bytes; `free` is what all processes together have left."""
 
     free: int
     total: int
@@ -32,14 +32,14 @@ class Peak:
     """
 
     flops: float
-    """Dense bf16 multiply-adds counted as two, a second."""
+    """Dense bf16 operations a second; a multiply-add counts as two."""
     bandwidth: float
     """Bytes a second to and from the device's memory."""
     source: str
     memory: float = 0.0
-    """Bytes, a GB counted as 10^9; what the driver lets a process use is a little more. 0 where it is not published."""
+    """Bytes, a GB counted as 10^9; the driver lets a process use a little more. 0 where it is not published."""
     called: str = ""
-    """What people say for it, where that is another name."""
+    """Common name of the device, where it is not its technical one."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Setting:
     value: str
     why: str
     unless: str = ""
-    """Another variable about the same thing: where that is set, this one stays away."""
+    """Another variable for the same setting: where it is set, this one is not recommended."""
 
     @property
     def wanted(self) -> bool:
@@ -57,7 +57,7 @@ class Setting:
 
 
 GraphCapture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Runs work, records it, and returns what replays it at once."""
+"""Function that runs work, captures it as a graph, and returns a function that replays the graph."""
 
 
 class Platform(ABC):
@@ -70,26 +70,26 @@ class Platform(ABC):
     kernels: ClassVar[str]
     """The platform's column of the op table."""
     collective_backend: ClassVar[str]
-    """What torch.distributed calls the backend that moves this platform's tensors."""
+    """Torch.distributed's name of the backend for tensors of this platform."""
     process_group_backend: ClassVar[str]
-    """For a process group with tensors on the device and on the host."""
+    """Backends of a process group with tensors on the device and on the host."""
     visible_devices_variable: ClassVar[str | None]
     ray_resource: ClassVar[str]
-    """What Ray calls one device."""
+    """Ray's name of the resource that counts devices."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Installed packages, beside torch, that the platform runs on or can use."""
     watched: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of environment variables that change how the platform behaves."""
+    """Prefixes of environment variables that change how the platform behaves."""
     cautions: ClassVar[Mapping[tuple[str, str], str]] = {}
-    """For a value of an environment variable that seldom is what one wants: why, and what to do."""
+    """Warnings about values of environment variables that are rarely right: the reason and the remedy."""
     launch_environment: ClassVar[Mapping[str, Setting]] = {}
-    """What the launch scripts set, unless it is set already."""
+    """Variables that the launch scripts set, unless they are set already."""
     peaks: ClassVar[Mapping[str, Peak]] = {}
-    """By device name."""
+    """Published numbers by device name."""
 
     @abstractmethod
     def missing(self) -> str | None:
-        """What keeps the platform from being used, as one sentence with the remedy; None when it is usable."""
+        """Reason for which the platform is not usable, as one sentence with the remedy; None when it is usable."""
 
     @abstractmethod
     def device(self, index: int = 0) -> torch.device: ...
@@ -106,35 +106,35 @@ class Platform(ABC):
 
     @abstractmethod
     def set_device(self, index: int) -> None:
-        """Makes a device this process's current one. Raises HardwareError when it is not there or does not answer."""
+        """Makes a device current in this process. Raises HardwareError when it does not exist or does not answer."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Waits until the current device has done all that it was given."""
+        """Waits until the current device has finished all launched work."""
 
     @abstractmethod
     def stream(self) -> torch.Stream | None:
-        """A new stream of the current device; None where there are none and everything runs in order."""
+        """Creates a stream of the current device; None where there are no streams and everything runs in order."""
 
     @abstractmethod
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        """Within it, operations of the current device go to that stream."""
+        """Context in which operations of the current device go to `stream`."""
 
     def shareable(self) -> AbstractContextManager[object]:
-        """Within it, what is allocated on the current device can be opened by other processes."""
+        """Context in which new allocations on the current device can be opened by other processes."""
         return nullcontext()
 
     def vllm_problems(self, dtype: str, sleep: bool) -> Iterator[str]:
-        """Why vLLM cannot sample on this platform's devices here with a model of this `model.dtype`, and `sleep` (give
-        its memory back for a while), each as a sentence that names the key and the remedy.
+        """Reasons for which vLLM cannot sample on this platform with this `model.dtype` or cannot `sleep` (release its
+        memory for a while), each as a sentence that names the key and the remedy.
         """
         yield from ()
 
     def graph_capture(self) -> GraphCapture | None:
-        """A new one for the current device; None where nothing can be recorded, and everything is run anew.
+        """Creates a graph capture for the current device; None where the device captures no graphs.
 
         The work must not wait for the device, must read and write the same tensors each time, and is run more than once
-        to be recorded. Replays of what one object captured must not overlap: they share memory.
+        for the capture. Replays of the graphs of one capture must not overlap: they share memory.
         """
         return None
 
@@ -151,10 +151,10 @@ class Platform(ABC):
 
     @abstractmethod
     def memory(self, index: int = 0) -> Memory | None:
-        """None where the device has no memory of its own."""
+        """Free and total memory of a device; None where it has no memory of its own."""
 
     def versions(self) -> dict[str, str]:
-        """Versions of the vendor's own software, by name. Only for a usable platform."""
+        """Versions of the vendor's own software, by name. The platform must be usable."""
         return {}
 
     def environment(self) -> dict[str, str]:
@@ -162,7 +162,7 @@ class Platform(ABC):
         return {name: value for name, value in sorted(os.environ.items()) if name.startswith(self.watched)}
 
     def warnings(self) -> list[str]:
-        """What is set or installed and may not work well, each as one sentence with the remedy."""
+        """Warnings about settings and packages that may not work well, each as one sentence with the remedy."""
         return [
             f"{name}={value}: {caution}"
             for (name, value), caution in self.cautions.items()
@@ -170,9 +170,9 @@ class Platform(ABC):
         ]
 
     def peak(self, index: int = 0) -> Peak | None:
-        """None for a device whose numbers are not published, or not known here."""
+        """Published numbers of a device; None where they are not published, or not known here."""
         return self.peaks.get(self.device_name(index))
 
     def describe(self) -> str:
-        """Name and number of the devices, for people."""
+        """Name and number of the devices, for messages."""
         return f"{self.device_count()} x {self.device_name()}"

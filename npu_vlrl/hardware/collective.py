@@ -1,6 +1,4 @@
-"""Two processes that add up their numbers: shows that processes on this machine reach each other through the backend
-that a training would use.
-"""
+"""Check of a collective: two processes on this machine all-reduce numbers through the backend of a training."""
 
 from __future__ import annotations
 
@@ -22,27 +20,29 @@ POLL_S = 0.05
 
 
 class CollectiveError(RuntimeError):
-    """The processes did not get the right sum in time; the message says which, and what it said."""
+    """The processes did not get the right sum in time; the message names the process and its error."""
 
 
 def keep_gloo_on_this_machine() -> None:
-    """For processes of one machine, before they join: nothing then listens to others. The user's choice stays."""
+    """Binds gloo to the loopback interface, so that other machines cannot connect. Called before processes of one
+    machine join; an interface that the user has set stays.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def backend(platform: Platform) -> str:
-    """With a device for each process that of a training, else gloo on the host."""
+    """The backend of a training where each process can have a device, else gloo on the host."""
     return platform.process_group_backend if platform.device_count() >= SIZE else "gloo"
 
 
 def check(platform: Platform, timeout_s: float) -> None:
-    """Starts the processes, and waits for all or the first that fails.
+    """Starts the processes, and waits until all have ended or one has failed.
 
     Raises CollectiveError after `timeout_s` seconds at the latest.
     """
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
-        # stderr goes into files: a full pipe would block a process that says much
+        # stderr goes into files: a full pipe would block a process that writes much
         logs = [Path(folder) / f"rank{rank}" for rank in range(SIZE)]
         processes = [_start(platform, rank, Path(folder) / "store", timeout_s, log) for rank, log in enumerate(logs)]
         try:
@@ -69,7 +69,7 @@ def _start(platform: Platform, rank: int, store: Path, timeout_s: float, log: Pa
 
 
 def _judge(codes: list[int | None], logs: list[Path], timeout_s: float) -> None:
-    """A process that failed says more than one that waits for it."""
+    """Raises CollectiveError. A process that failed is named before one that waits for it."""
     for rank, code in enumerate(codes):
         if code not in (0, None):
             said = logs[rank].read_text(errors="replace").strip().splitlines()
@@ -82,7 +82,7 @@ def _judge(codes: list[int | None], logs: list[Path], timeout_s: float) -> None:
 
 
 def peer(platform: Platform, rank: int, store: str, timeout_s: float) -> None:
-    """One of the processes. Raises HardwareError for a wrong sum."""
+    """Runs one of the processes. Raises HardwareError for a wrong sum."""
     name = backend(platform)
     devices = [torch.device("cpu")]
     if name != "gloo":

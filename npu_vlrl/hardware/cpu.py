@@ -40,10 +40,10 @@ class CpuPlatform(Platform):
         return str(index)
 
     def set_device(self, index: int) -> None:
-        """Nothing to do: all processes share the CPU."""
+        """Does nothing: all processes share the CPU."""
 
     def synchronize(self) -> None:
-        """Nothing to do: operations are done when they return."""
+        """Does nothing: operations are done when they return."""
 
     def vllm_problems(self, dtype: str, sleep: bool) -> Iterator[str]:
         if sleep:

@@ -13,7 +13,7 @@ from npu_vlrl.hardware.accelerator import Accelerator
 from npu_vlrl.hardware.base import Peak, Setting
 
 DRIVER_VERSION = "/proc/driver/nvidia/version"
-"""Written by the kernel module, in containers, too."""
+"""File that the kernel module writes; it also exists in containers."""
 
 
 class CudaPlatform(Accelerator):
@@ -62,8 +62,8 @@ class CudaPlatform(Accelerator):
         return None
 
     def set_device(self, index: int) -> None:
-        """Also makes float32 mean float32 in convolutions, where torch's default is TF32: the rounded gradient of the
-        patch embedding turned the sign of Adam's first steps, and a run left that of a CPU after one update.
+        """Makes a device current, and disables TF32 in convolutions, torch's default: the rounded gradient of the patch
+        embedding changed the sign of Adam's first steps, and a run differed from that of a CPU after one update.
         """
         super().set_device(index)
         torch.backends.cudnn.allow_tf32 = False

@@ -1,4 +1,4 @@
-"""Ascend NPUs, through torch_npu. `load_torch_npu()` imports it, or hides it where it cannot be used."""
+"""Ascend NPUs, through torch_npu. `load_torch_npu()` imports torch_npu, or hides it where it cannot be used."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ from npu_vlrl.hardware.accelerator import SEGMENTS, Accelerator
 from npu_vlrl.hardware.base import GraphCapture, HardwareError, Memory, Peak, Setting
 
 LIBRARIES = ("libascendcl.so", "libhccl.so")
-"""Of CANN: the runtime and the collectives. torch_npu links both."""
+"""Libraries of CANN: the runtime and the collectives. torch_npu links both."""
 
 CAPTURE = "aclmdlRICaptureGetInfo"
-"""The runtime's function that torch_npu asks whether a graph is being captured; older CANN lacks it."""
+"""Function of the runtime by which torch_npu finds out whether a graph is being captured; older CANN lacks it."""
 
 DEVICE_FILES = "/dev/davinci[0-9]*"
-"""What the driver makes, one a device; a container has those that were handed to it."""
+"""Device files of the driver, one a device; a container has those that it was started with."""
 
 INSTALL_DRIVER = "install the driver and firmware, or hand the devices to the container"
 
 DRIVER_VERSION = "/usr/local/Ascend/driver/version.info"
 
 CUBE_FLOPS = 2 * 16**3
-"""Of one matrix unit (cube core) in a cycle, bf16: a product of 16 x 16 x 16, multiply-adds counted as two."""
+"""Operations of a matrix unit (cube core) in a cycle, bf16: a product of 16 x 16 x 16; a multiply-add counts as two."""
 
 PLATFORM_FILES = "CANN's platform_config"
-"""One file a device name, with cube_core_cnt, cube_freq in MHz and memory_size; read at hicann/runtime 681ef7610df1.
-On a host they are in CANN's folder, in data/platform_config. Bandwidths are published elsewhere, see `_peak`."""
+"""Source of most numbers: one file a device name, with cube_core_cnt, cube_freq in MHz and memory_size; read at
+hicann/runtime 681ef7610df1. On a host they are in CANN's folder, in data/platform_config. Bandwidths are published
+elsewhere, see `_peak`."""
 
 OWN_PORTS = "ports that are free; two processes on a device, as with vLLM, would both want HCCL's 16666"
 
 PRIVATE_FORMAT = "VLLM_ASCEND_ENABLE_NZ"
-"""Whether vllm-ascend lays weights out for the matrix units: 0 never, 1 (where it is not set) quantised ones, 2 all."""
+"""Variable for the private weight format of vllm-ascend: 0 never, 1 (the default) for quantised weights, 2 for all."""
 
 PAIRS = ("2.9.0", "2.10.0", "2.13.0")
 """Versions of torch and torch_npu that this project was tried with."""
 
 
 class _Memory(NamedTuple):
-    """A kind of device memory: bytes, bytes a second, and the source of the latter."""
+    """A kind of device memory: size in bytes, bandwidth in bytes a second, and the source of the bandwidth."""
 
     size: float
     bandwidth: float
@@ -57,12 +58,12 @@ class _Memory(NamedTuple):
 
 
 A2 = _Memory(64e9, 1.6e12, "CANN's guide to migrating operators")
-"""The guide, in cann/ops-cv, compares Atlas A2 with its successor."""
+"""Memory of Atlas A2. The guide, in cann/ops-cv, compares it with its successor."""
 A3 = _Memory(64e9, 1.6e12, "arXiv 2506.12708")
-"""The paper, by the maker, is about CloudMatrix384; it gives the numbers of each of the two dies of a 910C."""
+"""Memory of one die of a 910C. The paper, by the maker, is about CloudMatrix384 and gives the numbers of both dies."""
 B4 = _Memory(32e9, 0.8e12, "reports of users")
 B4_1 = _Memory(64e9, 1.6e12, "reports of users")
-"""Its file of CANN says 32 GiB; npu-smi, as users quote it, says 65536 MB."""
+"""Memory of the 910B4-1. CANN's file says 32 GiB; npu-smi, as users quote it, says 65536 MB."""
 
 
 def _peak(cores: int, megahertz: int, memory: _Memory, called: str = "") -> Peak:
@@ -130,8 +131,9 @@ class NpuPlatform(Accelerator):
         return torch.npu  # type: ignore[attr-defined]
 
     def vllm_problems(self, dtype: str, sleep: bool) -> Iterator[str]:
-        """Where vllm-ascend is missing vLLM would take this machine for a CPU, or for nothing; beside a vLLM of another
-        release it fails deep inside, as it replaces parts of it.
+        """Reasons for which vLLM cannot sample here, missing packages included. Without vllm-ascend, vLLM would take
+        this machine for a CPU, or find no platform. Beside a vLLM of another release, vllm-ascend fails deep inside,
+        because it replaces parts of vLLM.
         """
         key, remedy = "rollout.engine=vllm", "or set rollout.engine=inprocess"
         if lacking := [package for package in ("vllm", "vllm-ascend") if _installed(package) is None]:
@@ -152,8 +154,8 @@ class NpuPlatform(Accelerator):
             yield from self._sleep_problems()
 
     def _sleep_problems(self) -> Iterator[str]:
-        """vllm-ascend fails an assertion, deep inside, as memory that grows cannot be in a pool that sleeps; and it
-        refuses to wake where weights may be in a private format, after the first update.
+        """Reasons for which vllm-ascend cannot release its memory. With expandable segments it fails an assertion deep
+        inside, and with weights in a private format it refuses to wake after the first update.
         """
         name, settings = self.allocator_settings() or ("", "")
         if f"{SEGMENTS}:True" in settings:
@@ -165,35 +167,37 @@ class NpuPlatform(Accelerator):
             yield f"rollout.sleep: vLLM does not wake with {PRIVATE_FORMAT}={value}; set it to 0 before the command"
 
     def _set_allocator(self, settings: str) -> None:
-        """This one of them alone, as older versions refuse the others here."""
+        """Sets the setting of the segments alone: older versions refuse the others here."""
         super()._set_allocator(next(one for one in settings.split(",") if one.startswith(SEGMENTS)))
 
     def memory(self, index: int = 0) -> Memory:
-        """torch_npu 2.10 asks about the device in use, whichever it is told, and fails where none is."""
+        """Free and total memory of a device. torch_npu 2.10 ignores `index`, reports the device in use, and fails where
+        none is in use.
+        """
         with self.api().device(index):
             return super().memory(index)
 
     def graph_capture(self) -> GraphCapture | None:
-        """None where this CANN records nothing, or the queue of launches forbids it. It is not even tried without the
-        function: torch_npu 2.10 would ask for it in every allocation afterwards.
+        """Creates a graph capture; None where this CANN captures nothing, or `TASK_QUEUE_ENABLE` forbids it. Without
+        the runtime's function no capture is tried: torch_npu 2.10 would look for it in every later allocation.
         """
         if os.environ.get("TASK_QUEUE_ENABLE") == "2" or not hasattr(ctypes.CDLL(LIBRARIES[0]), CAPTURE):
             return None
-        record = super().graph_capture()
-        assert record is not None
+        capture = super().graph_capture()
+        assert capture is not None
         tried = torch.zeros(1, device=self.device(self.api().current_device()))
 
         def work() -> None:
             tried.add_(1)
 
         try:
-            record(work)()
+            capture(work)()
         except RuntimeError:
             return None
-        return record
+        return capture
 
     def missing(self) -> str | None:
-        """The first that is missing of: torch_npu, a torch of its version, driver, CANN, visible devices, a device."""
+        """Names the first missing one of torch_npu, a torch of its version, driver, CANN, visible devices, a device."""
         return load_torch_npu() or self._no_device()
 
     def _no_device(self) -> str | None:
@@ -217,7 +221,9 @@ class NpuPlatform(Accelerator):
         return None
 
     def visible_devices(self) -> list[str] | None:
-        """Raises HardwareError for a value that CANN would not take, or would cut short without a word."""
+        """Entries of the visible-devices variable; None when it is not set. Raises HardwareError for a value that CANN
+        would refuse, or would silently cut short.
+        """
         variable, value = self.visible_devices_variable, os.environ.get(self.visible_devices_variable)
         if not value:
             return None if value is None else []
@@ -254,10 +260,10 @@ class NpuPlatform(Accelerator):
 
 @cache
 def load_torch_npu() -> str | None:
-    """Imports torch_npu where it is installed, once. Returns why it cannot be used.
+    """Imports torch_npu once, where it is installed. Returns the reason for which it cannot be used, or None.
 
-    Then it is hidden, as if it were not installed: transformers and peft import it wherever they find it, and would
-    fail with it.
+    An unusable torch_npu is hidden, as if it were not installed: transformers and peft import it wherever they find it,
+    and would fail.
     """
     if _installed("torch_npu") is None:
         return "torch_npu is not installed; run launch/install_npu.sh, or install requirements-npu.txt"
@@ -286,13 +292,15 @@ def _installed(package: str) -> str | None:
 
 
 def _base_version(package: str) -> str | None:
-    """`2.10.0` of `2.10.0.post4`, `2.10.0rc1` and `2.10.0+cpu`."""
+    """Version of a package without its suffix: `2.10.0` for `2.10.0.post4`, `2.10.0rc1` and `2.10.0+cpu`."""
     found = re.match(r"\d+(\.\d+)*", _installed(package) or "")
     return found and found[0]
 
 
 def _unsupported_pair() -> str | None:
-    """Read from the installed packages: a wrong pair may crash when it is imported, and says nothing that helps."""
+    """Problem of an unsupported pair of torch and torch_npu, or None. It is found without an import: a wrong pair may
+    crash in the import, without a helpful message.
+    """
     ours, wanted = _base_version("torch"), _base_version("torch_npu")
     if ours == wanted:
         return None
@@ -303,7 +311,7 @@ def _unsupported_pair() -> str | None:
 
 
 def _unloadable() -> str | None:
-    """Tells a missing driver from a missing CANN by what the loader says, and by the driver's device files."""
+    """Distinguishes a missing driver from a missing CANN, by the loader's error and the driver's device files."""
     try:
         for library in LIBRARIES:
             ctypes.CDLL(library)

@@ -1,4 +1,4 @@
-"""Versions of the software that computes: for the report of `npu-vlrl doctor`, and for what a run leaves behind."""
+"""Versions of the software that computes: for the report of `npu-vlrl doctor`, and for the summary of a run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ PACKAGES = (
     *("torch", "transformers", "tokenizers", "peft", "numpy", "pillow"),
     *("math-verify", "latex2sympy2_extended", "sympy"),  # they decide what an answer is worth
 )
-"""What results depend on, on every platform."""
+"""Packages that results depend on, on every platform."""
 
 TRANSFORMERS = ("5.5.4", "5.24.0")
-"""The oldest and the newest release that the project was tried with. `model/versions.py` says what differs.
+"""The oldest and the newest release that the project was tried with. `model/versions.py` has the differences.
 
 CI runs 5.10.4, 5.19.0 and 5.24.0. 5.5.4 is what images of vllm-ascend 0.23.0 have: tests of models and kernels passed.
 """
 
 
 def installed(platforms: Iterable[Platform]) -> dict[str, str]:
-    """Versions of Python, of this project, and of the packages that these platforms use, as far as they are there."""
+    """Versions of Python, of this project, and of the packages of these platforms that are installed."""
     found = {"python": host.python_version(), "npu_vlrl": __version__}
     for package in dict.fromkeys([*PACKAGES, *(name for platform in platforms for name in platform.packages)]):
         try:
@@ -40,9 +40,9 @@ def versions(platform: Platform) -> dict[str, str]:
 
 
 def unsupported() -> str | None:
-    """Why the installed transformers is none that the project was tested with, and the remedy; None where it is one.
+    """Reason for which the installed transformers is not supported, with the remedy; None where it is.
 
-    A release between the two is taken for a tested one, and so is a later patch of the newest.
+    A release between the two of `TRANSFORMERS` counts as tested, and so does a later patch of the newest.
     """
     oldest, newest = (_numbers(release) for release in TRANSFORMERS)
     try:
@@ -59,6 +59,6 @@ def unsupported() -> str | None:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """`(5, 10, 4)` of `5.10.4`, `5.10.4rc1` and `5.10.4+local`; empty where there are none."""
+    """Numbers of a release: `(5, 10, 4)` for `5.10.4`, `5.10.4rc1` and `5.10.4+local`; empty where there are none."""
     found = re.match(r"\d+(\.\d+)*", release)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,10 +1,10 @@
 """Puts the op table's attention into transformers models.
 
-transformers picks attention by name. Ours contains "flash": vision towers then hand over the boundaries of their
+transformers selects attention by name. Our name contains "flash": vision towers then pass the boundaries of their
 windows in one call, where other names make them loop over windows in Python.
 
-Our name has no entry in transformers' registry of masks, so the models make no mask of their own: a call that gives
-neither boundaries nor a mask [batch, 1, queries, keys] reaches us as such, and is refused.
+Our name has no entry in transformers' registry of masks, so the models build no mask of their own: a call with neither
+boundaries nor a mask [batch, 1, queries, keys] reaches us unchanged, and is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _to_host = OncePerTensor(Tensor.tolist)
 def attach(model: Any) -> None:
     """Makes a built transformers model, and all models inside it, use the op table's attention.
 
-    `from_pretrained(attn_implementation=...)` will not do: for a name with "flash" in it, transformers goes looking for
-    a kernel package to download. Raises ValueError for a model without a transformers configuration.
+    `from_pretrained(attn_implementation=...)` does not work: for a name with "flash" in it, transformers looks for a
+    kernel package to download. Raises ValueError for a model without a transformers configuration.
     """
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_forward)
     for module in model.modules():
@@ -59,11 +59,11 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. Returns ([B, T, H, D], None).
 
-    With `tree` (B = 1): packed sequences that share beginnings. With `kept` (B = 1): packed tokens that continue rows
-    of kept keys and values, which grow by theirs. With `cu_seq_lens_q` and `cu_seq_lens_k` (B = 1): packed sequences.
-    With a boolean mask [B, 1, T, S] (True = may look): that mask. With `is_causal=False` and nothing else: every token
-    sees its whole row, as in a tower that takes tiles of one size. Raises ValueError for anything else, since a guess
-    would let sequences see each other.
+    With `tree` (B = 1): packed sequences with shared prefixes. With `kept` (B = 1): packed tokens that continue rows of
+    the KV cache and are written to it. With `cu_seq_lens_q` and `cu_seq_lens_k` (B = 1): packed sequences. With a
+    boolean mask [B, 1, T, S] (True = visible): that mask. With `is_causal=False` and nothing else: every token sees its
+    whole row, as in a tower that takes tiles of one size. Raises ValueError for anything else, since a guess would let
+    sequences see each other.
     """
     if dropout or sliding_window is not None:
         raise ValueError("npu_vlrl attention has no dropout and no sliding window; set both off in the model's config")
@@ -91,7 +91,7 @@ def attention_forward(
 
 
 def _whole_rows(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float) -> Tensor:
-    """[B, T, H, D]: rows are packed head to tail."""
+    """Attention of each token over its whole row, [B, T, H, D]; the rows are packed head to tail."""
     rows, _, length, _ = q_BHTD.shape
     packed = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (q_BHTD, k_BKSD, v_BKSD))
     ends_q, ends_k = (range(0, rows * n + 1, n) for n in (length, k_BKSD.shape[2]))

@@ -1,4 +1,4 @@
-"""Implementations for CUDA devices. Imports without them: what cannot run here is not registered."""
+"""Implementations for CUDA devices. The import works without them; what cannot run is not registered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from npu_vlrl.kernels.tree import Tree
 
 
 def _flash_takes(x: Tensor) -> bool:
-    """What the flash kernels of torch compute: half precision, heads of up to 256 in multiples of 8."""
+    """Whether torch's flash kernels compute `x`: half precision, heads of up to 256 in multiples of 8."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
 
 
@@ -29,7 +29,7 @@ def _flash_takes(x: Tensor) -> bool:
 def packed_lengths(
     cu_q: tuple[int, ...], cu_k: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, int, int]:
-    """Cumulative lengths on the device, and the largest: every layer asks for the same, and a copy waits."""
+    """Cumulative lengths on the device, and the largest length; cached, since all layers need them and a copy waits."""
     on_device = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in (cu_q, cu_k))
     longest = (max((b - a for a, b in zip(cu, cu[1:], strict=False)), default=0) for cu in (cu_q, cu_k))
     return *on_device, *longest  # type: ignore[return-value]
@@ -79,7 +79,9 @@ def varlen_attention(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """As `reference.varlen_attention`: one packed call where flash attention computes the dtype and the width."""
+    """CUDA implementation of `reference.varlen_attention`: one packed call where flash attention supports dtype and
+    width.
+    """
     if not _flash_takes(q_HTD):
         return reference.varlen_attention(q_HTD, k_KSD, v_KSD, cu_q, cu_k, causal, scale)
     cu_q, cu_k = tuple(cu_q), tuple(cu_k)
@@ -93,8 +95,8 @@ def varlen_attention(
 
 @register("tree_attention", "cuda")
 def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scale: float) -> Tensor:
-    """As `reference.tree_attention`: one packed call over the keys of each node's path, which are few where heads share
-    them.
+    """CUDA implementation of `reference.tree_attention`: one packed call over the gathered keys of each node's path,
+    which are small where heads share them.
 
     One H200, 16 heads and 2 key heads of 128, 8 prompts of 520 tokens with 8 answers of about 300 each, forward and
     backward: 2.9 ms; flex attention with a block mask 3.7 ms after 11 s of compiling; a call for each depth, merged,
@@ -108,7 +110,7 @@ def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scal
 
 @register("decode_attention", "cuda")
 def decode_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: CacheRows, scale: float) -> Tensor:
-    """As `reference.decode_attention`: the kernel reads of each row no more than its length."""
+    """CUDA implementation of `reference.decode_attention`: the kernel reads each row up to its length only."""
     if not _flash_takes(q_HTD):
         return reference.decode_attention(q_HTD, keys_BLKD, values_BLKD, rows, scale)
     most = max(b - a for a, b in zip(rows.cu_q, rows.cu_q[1:], strict=False))
@@ -132,14 +134,14 @@ def decode_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows
 # --- parts of layers -------------------------------------------------------------------------------------------------
 
 ALIGNED = 8
-"""Elements of half precision in the 16 bytes that the fast products read at a time."""
+"""Number of half-precision elements in the 16 bytes that fast matrix products read at a time."""
 
 
 @register("gated_mlp", "cuda")
 def gated_mlp(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor:
-    """As `reference.gated_mlp`, with the inner width padded by zeros, which stay zeros, to what products read fast.
+    """CUDA implementation of `reference.gated_mlp`: the inner width is padded with zeros to a multiple of `ALIGNED`.
 
-    The tower of Qwen2.5-VL is 3420 wide: its products ran at a third of the speed.
+    The tower of Qwen2.5-VL is 3420 wide: without padding its products ran at a third of the speed.
     """
     missing = -len(gate[0]) % ALIGNED
     grown = [
@@ -154,7 +156,8 @@ def gated_mlp(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor:
 
 
 def logprob_entropy(hidden_TH: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """By Triton, or by the reference: for float64, which Triton would round, for no rows, and for float32.
+    """CUDA implementation of `reference.logprob_entropy` by Triton. The reference computes float64, which Triton would
+    round, no rows, and float32.
 
     One H200, 2048 rows, 151936 ids of width 2048, forward and backward: in bfloat16 8.1 ms, the reference 25.5; in
     float32, which Triton multiplies without tensor cores, 254 ms, the reference 116 (benchmarks/README.md).

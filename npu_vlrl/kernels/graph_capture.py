@@ -1,7 +1,7 @@
-"""Whether a step of decoding can be recorded: not every device that records something records its attention.
+"""Check of graph capture for decode steps: a device may capture graphs, but not the attention of decoding.
 
-Operators exist that take lengths on the host, or that a record does not hold; a replay then says what was true when it
-was made, or nothing at all. So the attention over kept tokens is tried, with other lengths at the replay.
+Some operators take lengths on the host, and some are not captured at all; a replay then computes with the lengths of
+the capture, or computes nothing. So the attention over the KV cache is tried, with other lengths at the replay.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from npu_vlrl.kernels.table import op
 ROWS, ROOM, HEADS, KEPT_HEADS, WIDTH = 2, 128, 4, 2, 64
 
 TOLERANCE = 0.02
-"""Between a replay and the same call at once, in half precision; a wrong length is some tenths off."""
+"""Largest difference between a replay and a direct call, in half precision; a wrong length is off by some tenths."""
 
 
 @lru_cache
 def can_capture(platform: Platform, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the platform records, and the selected attention is replayed rightly. Says so once where it is not."""
+    """Whether the platform captures graphs, and replays the selected attention correctly. Prints the reason, once, for
+    which it does not.
+    """
     return _captures(platform, "the attention of decoding", partial(_gap, device=device, dtype=dtype))
 
 
 def can_capture_experts(platform: Platform, experts: nn.Module, x_BTH: Tensor) -> bool:
-    """Whether the platform captures a layer's mixture of experts, and replays it rightly for other tokens [B, T,
-    hidden] than those of the capture. Says so where it is not: products over groups of rows may wait for the device.
+    """Whether the platform captures a layer's mixture of experts, and replays it correctly for other tokens [B, T,
+    hidden] than those of the capture. Prints the reason for which it does not: products over groups of rows may wait
+    for the device.
     """
     return _captures(platform, "a mixture of experts", partial(_gap_of_experts, experts=experts, x_BTH=x_BTH))
 
@@ -48,8 +51,8 @@ def _captures(platform: Platform, what: str, gap_of: Callable[[GraphCapture], fl
         problem = (str(error).strip() or type(error).__name__).splitlines()[0]
     if problem:
         print(
-            f"npu-vlrl: {platform.name} does not record {what} ({problem}); every step is launched anew, which is "
-            "slower and as right. rollout.graphs=false does not try",
+            f"npu-vlrl: {platform.name} does not capture {what} ({problem}); every decode step is launched without a "
+            "graph, which is slower but correct. rollout.graphs=false skips this check",
             file=sys.stderr,
         )
     return problem is None
@@ -57,7 +60,7 @@ def _captures(platform: Platform, what: str, gap_of: Callable[[GraphCapture], fl
 
 @torch.no_grad()
 def _gap(capture: GraphCapture, device: torch.device, dtype: torch.dtype) -> float:
-    """The largest difference; not a number where there is one."""
+    """Largest difference between a replay and a direct call; NaN where a value is NaN."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

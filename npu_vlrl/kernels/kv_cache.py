@@ -1,4 +1,4 @@
-"""Keys and values that are kept between forward passes, at addresses that stay the same."""
+"""KV cache with fixed addresses, so that decode steps can be captured as graphs."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CacheRows:
-    """How the tokens of one forward pass, packed one after the other, continue B rows of kept tokens.
+    """Layout of one forward pass: its packed tokens continue B rows of the KV cache.
 
-    Nothing in here waits for the device, so a pass can be captured: what changes from pass to pass is `lengths_B`.
+    Nothing here waits for the device, so a pass can be captured as a graph; only `lengths_B` changes between passes.
     """
 
     lengths_B: Tensor
-    """int32: the tokens of each row, the new ones included, which are the last."""
+    """int32: number of tokens of each row, including the new ones, which are the last."""
     starts_q: Tensor
-    """int32 [B + 1]: where the new tokens of each row begin, and the end."""
+    """int32 [B + 1]: start of each row's new tokens, and the end."""
     starts_k: Tensor
-    """int32 [B + 1]: where the room of each row begins, and the end."""
+    """int32 [B + 1]: start of each row's slots, and the end."""
     cu_q: tuple[int, ...]
-    """`starts_q`, on the host."""
+    """The numbers of `starts_q`, on the host."""
     longest: int
-    """No row is longer."""
+    """Upper bound of the rows' lengths."""
     lengths: tuple[int, ...] = ()
-    """`lengths_B`, on the host; empty where the host does not know them, as between steps of decoding."""
+    """The numbers of `lengths_B`, on the host; empty where the host does not know them, as between decode steps."""
 
     @classmethod
     def of(
         cls, lengths_B: Tensor, news: Sequence[int], room: int, longest: int, lengths: Sequence[int] = ()
     ) -> CacheRows:
-        """`news`: how many new tokens each row has, one at least; `room`: for how many tokens a row has places."""
+        """Makes the layout. `news`: number of new tokens of each row, at least one; `room`: slots of a row."""
         assert len(news) == len(lengths_B) and min(news) > 0 and longest <= room
         cu_q = [0]
         for new in news:
@@ -43,7 +43,7 @@ class CacheRows:
         return cls(lengths_B, starts_q, starts_k, tuple(cu_q), longest, tuple(lengths))
 
     def slots(self) -> Tensor:
-        """int64 [T]: the place of each new token among all places of all rows."""
+        """int64 [T]: the slot of each new token among all slots of all rows."""
         n_tokens = self.cu_q[-1]
         first_B = self.starts_k[:-1] + self.lengths_B - self.starts_q.diff() - self.starts_q[:-1]
         if n_tokens == len(self.lengths_B):
@@ -55,17 +55,19 @@ class CacheRows:
 
 @dataclass(frozen=True)
 class KVCache:
-    """The keys and values of all layers, and the rows of one forward pass among them."""
+    """The KV cache of all layers, with the layout of one forward pass."""
 
     keys: Sequence[Tensor]
-    """For each layer [B, room, K, D]; the pass writes those of its tokens into it."""
+    """Keys of each layer, [B, room, K, D]; the pass writes the keys of its tokens into them."""
     values: Sequence[Tensor]
     rows: CacheRows
     slots_T: Tensor
-    """`rows.slots()`, computed once for all layers."""
+    """Result of `rows.slots()`, computed once for all layers."""
 
     def write(self, layer: int, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts the new tokens' keys and values in their places; returns those of all rows, [B, room, K, D] each."""
+        """Writes the new tokens' keys and values to their slots; returns keys and values of all rows, [B, room, K, D]
+        each.
+        """
         keys, values = self.keys[layer], self.values[layer]
         for kept, new in ((keys, k_KTD), (values, v_KTD)):
             kept.flatten(0, 1).index_copy_(0, self.slots_T, new.transpose(0, 1))

@@ -12,7 +12,8 @@ import triton.language as tl
 def normalised(
     x_ptr: tl.tensor, row: tl.tensor, n_rows: tl.tensor, epsilon: tl.tensor, width: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Of the rows in `row`: x / sqrt(mean(x²) + epsilon) and 1 / that root, in float32; offsets and mask of a tile."""
+    """Normalises the rows in `row`: x / sqrt(mean(x²) + epsilon) and 1 / that root, in float32; also returns offsets
+    and mask of the tile."""
     columns = tl.arange(0, WIDTH)
     here = (row < n_rows)[:, None] & (columns < width)[None, :]
     offsets = tl.cast(row, tl.int64)[:, None] * width + columns[None, :]
@@ -23,7 +24,7 @@ def normalised(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def rms_norm_forward(
-    x_ptr: tl.tensor,  # [T, H], as are the tensors below, if nothing else is said
+    x_ptr: tl.tensor,  # [T, H], as are the tensors below, unless noted
     weight_ptr: tl.tensor,  # [H]
     out_ptr: tl.tensor,
     n_rows: tl.tensor,
@@ -32,7 +33,8 @@ def rms_norm_forward(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One program: ROWS rows. The normalised rows are rounded to their dtype before the product with the weight."""
+    """RMSNorm; a program computes ROWS rows. The normalised rows are rounded to their dtype before the product with the
+    weight."""
     columns = tl.arange(0, WIDTH)
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -55,9 +57,10 @@ def rms_norm_backward(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One program: every n-th tile of ROWS rows, with n the number of programs.
+    """Gradients of RMSNorm; a program computes every n-th tile of ROWS rows, with n the number of programs.
 
-    With u the normalised row, s the inverse root and h = gradient · weight, that of x is s · (h - u · mean(h · u)).
+    With u the normalised row, s the inverse root and h = gradient · weight, the gradient of x is
+    s · (h - u · mean(h · u)).
     """
     columns = tl.arange(0, WIDTH)
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
@@ -78,7 +81,7 @@ def rms_norm_backward(
 
 @triton.jit
 def product(a: tl.tensor, b: tl.tensor, like_ptr: tl.tensor, ROUNDED: tl.constexpr) -> tl.tensor:
-    """a · b in float32, where ROUNDED to the dtype behind `like_ptr` on the way."""
+    """Product a · b in float32; with ROUNDED it is first rounded to the dtype behind `like_ptr`."""
     found = a * b
     if ROUNDED:
         found = found.to(like_ptr.dtype.element_ty).to(tl.float32)
@@ -104,10 +107,10 @@ def rotate(
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """One program: PAIRS pairs of a token and a head.
+    """Rotary embedding and its gradient; a program computes PAIRS pairs of a token and a head.
 
-    Forward: (first · cos - second · sin, second · cos + first · sin), with cos and sin of the half that is written. The
-    gradient of the first half then has the sine of the second half, and the other sign; so has that of the second.
+    Forward: (first · cos - second · sin, second · cos + first · sin), with cos and sin of the half that is written. In
+    the gradient of each half, the sine is that of the other half, with the opposite sign.
     """
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     column = tl.arange(0, HALF)
@@ -141,7 +144,7 @@ def swiglu_forward(
     n: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: BLOCK elements. silu(gate) is rounded to its dtype before the product."""
+    """SwiGLU; a program computes BLOCK elements. silu(gate) is rounded to its dtype before the product."""
     offsets = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = offsets < n
     gate = tl.load(gate_ptr + offsets, mask=here, other=0.0).to(tl.float32)
@@ -160,7 +163,10 @@ def swiglu_backward(
     n: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: BLOCK elements. With s = sigmoid(z), d silu(z)/dz = s · (1 + z · (1 - s))."""
+    """Gradients of SwiGLU; a program computes BLOCK elements.
+
+    With s = sigmoid(z), d silu(z)/dz = s · (1 + z · (1 - s)).
+    """
     offsets = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = offsets < n
     grad = tl.load(grad_ptr + offsets, mask=here, other=0.0).to(tl.float32)

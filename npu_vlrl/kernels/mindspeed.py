@@ -1,7 +1,8 @@
-"""A product that is added to a float32 sum without being a tensor of its own, or rounded: MindSpeed's or torch_npu's.
+"""Fused product that accumulates into a float32 sum, without an intermediate tensor or rounding: MindSpeed's or
+torch_npu's.
 
-Both call the linear operation of ATB, the library of transformer operators in NNAL. MindSpeed compiles what calls it
-when it is first used, for which it needs a compiler; torch_npu brings it compiled. docs/ascend.md says why nothing else
+Both call the linear operation of ATB, the library of transformer operators in NNAL. MindSpeed compiles its caller at
+the first use, for which it needs a compiler; torch_npu contains it compiled. docs/ascend.md explains why nothing else
 of MindSpeed is used.
 """
 
@@ -21,13 +22,13 @@ from npu_vlrl.kernels.table import register
 
 MODULE, FUNCTION = "mindspeed.ops.npu_matmul_add", "npu_matmul_add_fp32"
 PARAMETERS = ["total_input", "grad_output", "grad"]
-"""As published: grad += grad_output.T @ total_input."""
+"""Parameters of the published function: grad += grad_output.T @ total_input."""
 
 OPERATOR = "_npu_matmul_add_fp32"
-"""torch_npu's name, with the parameters in another order: x = grad_output, weight = total_input, C = grad."""
+"""Name of torch_npu's operator. Its parameters have another order: x = grad_output, weight = total_input, C = grad."""
 
 DEVICE, NARROW = "npu", (torch.bfloat16, torch.float16)
-"""Of the factors. A reference that runs on the host beside a device gets here, too."""
+"""Device and dtypes of the factors. They are checked, since a reference on the host calls the op, too."""
 
 Product = Callable[[Tensor, Tensor, Tensor], Any]
 
@@ -50,13 +51,13 @@ def register_offers() -> None:
 
 
 def _of_torch_npu() -> Product | None:
-    """None where torch_npu found no NNAL when it was imported: then it has not loaded its operators of ATB."""
+    """Product of torch_npu; None where its import found no NNAL: then its operators of ATB are not loaded."""
     operator = getattr(torch.ops.atb, OPERATOR, None)
     return operator and (lambda total_input, grad_output, grad: operator(grad_output, total_input, grad))
 
 
 def _of_mindspeed() -> Product | None:
-    """None where there is none with the published signature."""
+    """Product of MindSpeed; None where there is none with the published signature."""
     try:
         import_module("mindspeed")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Cases of `parity` at the shapes of a model: what a training step and a step of decoding ask of each op."""
+"""Cases of `parity` at the shapes of a model: the calls of each op in a training step and in a decode step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shapes:
     heads: int
     key_heads: int
     width: int
-    """Of a head."""
+    """Width of a head."""
     inner: int
     vocabulary: int
     tower: Tower
@@ -47,20 +47,20 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much of everything a case has."""
+    """Sizes of the cases."""
 
     tokens: int
     patches: int
     rows: int
     """Turns that are decoded together."""
     room: int
-    """Places of the KV cache for each row."""
+    """Slots of the KV cache for each row."""
     scored: int
     """Tokens that the head scores."""
 
 
 def cases(shapes: Shapes, amounts: Amounts) -> tuple[Case, ...]:
-    """At least one for each op but those that are added to the table later."""
+    """Cases of the model, at least one for each op; ops that are added to the table later need one here."""
     return (*_attention(shapes, amounts), *_decoding(shapes, amounts), *_layers(shapes, amounts))
 
 
@@ -93,7 +93,7 @@ def _masked(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tens
 
 
 def _decoding(shapes: Shapes, amounts: Amounts) -> tuple[Case, ...]:
-    """A step of decoding, and a prefill that continues what is cached."""
+    """A decode step, and a prefill that continues cached rows."""
     cache = ((amounts.rows, amounts.room, shapes.key_heads, shapes.width),) * 2
     step, more = [1] * amounts.rows, [1 + 4 * (row % 3) for row in range(amounts.rows)]
     return tuple(
@@ -107,7 +107,7 @@ def _decoding(shapes: Shapes, amounts: Amounts) -> tuple[Case, ...]:
 
 
 def _kept(run: Callable[..., Tensor], q: Tensor, keys: Tensor, values: Tensor, news: list[int]) -> Tensor:
-    """Rows of very different lengths, the shortest of which has its new tokens alone."""
+    """Decode attention over rows of very different lengths; the shortest row has only its new tokens."""
     rows, room = keys.shape[:2]
     lengths = torch.linspace(max(news), room, rows).int()
     of = CacheRows.of(lengths.to(q.device), news, room, room, lengths.tolist())

@@ -1,8 +1,8 @@
-"""Puts the op table into transformers models: attention, and the parts of layers that the platform computes itself.
+"""Puts the op table into transformers models: attention, and the parts of layers that the platform implements.
 
-Where the active platform has no implementation of its own, the models stay as transformers wrote them. Modules keep
-their class, parameters and names; only a method of the instance is another, so that checkpoints, adapters and copies
-do not notice.
+Where the active platform has no implementation of its own, the models stay as in transformers. Modules keep their
+class, parameters and names; only a method of the instance is replaced, so that checkpoints, adapters and copies are
+unaffected.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _patched_files: set[str] = set()
 def attach(model: Any, unlike: Collection[str] = ()) -> None:
     """Makes a built transformers model use the op table. Raises the errors of `attention.attach`.
 
-    `unlike` names transformers' classes and functions that stay, since they only look like what is replaced. Call it
-    after `kernels.use`, and before adapters are added.
+    `unlike` names transformers' classes and functions that are not replaced, since they only resemble replaced ones.
+    Call it after `kernels.use`, and before adapters are added.
     """
     attention.attach(model)
     if model.device.type not in GROUPED:
@@ -70,7 +70,7 @@ def _swiglu(module: Any, x: Tensor) -> Tensor:
 
 
 def _has_odd_width(module: Any) -> bool:
-    """Those alone, and where no adapter comes between: the others' products are as fast as they can be."""
+    """Whether a gated MLP has an odd inner width and no adapters; the products of other widths are fast already."""
     parts = ("gate_proj", "up_proj", "down_proj")
     return (
         _is_swiglu(module)
@@ -113,7 +113,7 @@ _METHODS: tuple[tuple[str, Callable[[Any], bool], str, Callable[..., Tensor]], .
     ("patch_embed", _is_patch_embed, "forward", _patch_embed),
     ("add_at", _adds_deep_features, "_deepstack_process", _add_deep_features),
 )
-"""(op, which modules have it, the method that is replaced, what replaces it)"""
+"""Replacements: (op, test whether a module computes it, name of the method, new method)."""
 
 # --- rotary embedding ------------------------------------------------------------------------------------------------
 
@@ -121,9 +121,9 @@ _METHODS: tuple[tuple[str, Callable[[Any], bool], str, Callable[..., Tensor]], .
 def _patch_rotary(file: str, unlike: Collection[str]) -> None:
     """Replaces the functions of one of transformers' files that apply the embedding.
 
-    They are called by name from long attention forwards that differ from release to release, so the name is the place
-    that holds. Other models of the file call it as well: what is on a CPU, or meets no implementation but the
-    reference, goes on to transformers' own function.
+    Long attention forwards, which differ from release to release, call them by name, so the name is the stable place to
+    replace. Other models of the file call them as well: tensors on a CPU, and calls for which only the reference is
+    active, are passed to transformers' own function.
     """
     if file in _patched_files:
         return
@@ -145,13 +145,13 @@ def _dispatching(original: Callable[..., Any], rotate: Callable[..., Any]) -> Ca
 
 
 def _rotate_text(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """Heads are still behind tokens in memory, and attention over packed sequences wants them there: no copies."""
+    """Rotates heads of the text without copies: heads still follow tokens in memory, as packed attention needs them."""
     rotated_BTHD: Tensor = op("rotary")(x_BHTD.transpose(1, 2), cos_BTD, sin_BTD)
     return rotated_BTHD.transpose(1, 2)
 
 
 def _rotate_by_sections(x_BHTD: Tensor, cos_3BTD: Tensor, sin_3BTD: Tensor, sections: Sequence[int]) -> Tensor:
-    """Each section of the width turns by time, height or width; transformers 5.24 picks them before its layers."""
+    """Rotates each section of the width by time, height or width; transformers 5.24 selects them before its layers."""
     return _rotate_text(x_BHTD, _by_sections(cos_3BTD, sections), _by_sections(sin_3BTD, sections))
 
 
@@ -161,7 +161,7 @@ def _by_sections(turn_3BTD: Tensor, sections: Sequence[int]) -> Tensor:
 
 
 def _rotate_vision(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """In float32, as transformers does it."""
+    """Rotates heads of a tower in float32, as transformers does."""
     rotated_1THD: Tensor = op("rotary")(x_THD[None], cos_TD[None].float(), sin_TD[None].float())
     return rotated_1THD[0]
 
@@ -171,4 +171,4 @@ _ROTATIONS: dict[str, Callable[..., Tensor]] = {
     "apply_multimodal_rotary_pos_emb": _rotate_by_sections,  # the text of Qwen2.5-VL in transformers 5.10
     "apply_rotary_pos_emb_vision": _rotate_vision,
 }
-"""Functions of transformers' files, and what computes the same for one tensor."""
+"""Functions of transformers' files, and the equivalent for one tensor."""

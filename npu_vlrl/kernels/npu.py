@@ -1,7 +1,7 @@
 """Implementations for Ascend NPUs, by the fused operators of torch_npu.
 
-Imports without torch_npu: its operators are looked up when they are called, and a device exists only once it is loaded.
-The limits in this file are those of CANN's documents of the operators.
+The import works without torch_npu: its operators are looked up at the call, and a device exists only once it is loaded.
+The limits in this file are those in CANN's documents of the operators.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from npu_vlrl.kernels.tree import MOST_SEQUENCES, Tree
 from npu_vlrl.kernels.tree_parts import tree_attention as by_parts
 
 SEE_MASK, SEE_PAST = 1, 3
-"""Sparse modes: the mask that is given, and causal, aligned at the end."""
+"""Sparse modes: the given mask, and causal, aligned at the end."""
 
 EMPTY_ROWS = 2
-"""The precision that reckons with queries that see no key. It costs time."""
+"""Precision mode that handles queries that see no key. It costs time."""
 
 BLOCK, MOST_INFERRED = 128, 4096
-"""Of the attention for inference over packed sequences: places of a cache's block, and sequences of a call."""
+"""Limits of the inference attention over packed sequences: slots of a cache's block, and sequences of a call."""
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
@@ -44,7 +44,9 @@ def varlen_attention(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """As `reference.varlen_attention`: sequences of one length as a batch (BNSD), others packed (TND)."""
+    """NPU implementation of `reference.varlen_attention`: sequences of one length form a batch (BNSD), others are
+    packed (TND).
+    """
     packing = _packing(tuple(cu_q), tuple(cu_k), q_HTD.shape[1], k_KSD.shape[1], causal)
     options: dict[str, Any] = {"scale": scale}
     if causal:
@@ -71,7 +73,9 @@ def varlen_attention(
 
 @register("tree_attention", "npu")
 def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scale: float) -> Tensor:
-    """As `reference.tree_attention`: packed calls (TND), merged and differentiated with common statistics."""
+    """NPU implementation of `reference.tree_attention`: packed calls (TND), merged and differentiated with common
+    statistics.
+    """
     if not tree.shares:
         return varlen_attention(q_HTD, k_KSD, v_KSD, tree.bounds, tree.bounds, True, scale)
     return by_parts(q_HTD, k_KSD, v_KSD, tree, scale, _Packed())
@@ -100,7 +104,9 @@ class _Packed:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(score - maximum) / sum is what it was with the log-sum-exp as maximum and 1 as sum."""
+        """Gradients by the operator, given the log-sum-exp as maximum and 1 as sum: exp(score - maximum) / sum is then
+        the same.
+        """
         largest = lse[..., None].expand(-1, -1, 8).contiguous()
         found = torch.ops.npu.npu_fusion_attention_grad(
             q,
@@ -125,7 +131,7 @@ class _Packed:
 
 @register("masked_attention", "npu")
 def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: Tensor, scale: float) -> Tensor:
-    """As `reference.masked_attention`. The operator's mask is the opposite of ours: True hides."""
+    """NPU implementation of `reference.masked_attention`. The operator's mask is the opposite of ours: True hides."""
     _, heads, n_queries, _ = q_BHTD.shape
     options: dict[str, Any] = {"scale": scale, "atten_mask": ~mask_B1TS, "sparse_mode": SEE_MASK}
     if n_queries > 1:  # some may be padding; a query that is alone in its row is not
@@ -135,8 +141,9 @@ def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: 
 
 @register("decode_attention", "npu")
 def decode_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: CacheRows, scale: float) -> Tensor:
-    """As `reference.decode_attention`, without a copy of what is kept. 16 bits: the attention made for inference, which
-    takes no float32. Float32, and several queries whose lengths or places do not suit it: the one made for training.
+    """NPU implementation of `reference.decode_attention`, without a copy of the KV cache. In 16 bits it calls the
+    inference attention, which takes no float32. Float32, and several queries a row with unsuitable lengths or slots,
+    go to the training attention.
     """
     half = q_HTD.dtype in (torch.float16, torch.bfloat16)
     if len(rows.lengths_B) == q_HTD.shape[1]:
@@ -147,7 +154,7 @@ def decode_attention(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows
 
 
 def _decoded(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: CacheRows, scale: float) -> Tensor:
-    """One query a row (BSND). The mask is on the device, so that a record of the step sees lengths that change."""
+    """Attention of one query a row (BSND). The mask is on the device, so that a captured graph sees changed lengths."""
     q_BTHD = q_HTD.transpose(0, 1)[:, None].contiguous()
     options: dict[str, Any] = {"atten_mask": _beyond(keys_BLKD, rows), "actual_seq_lengths_kv": [rows.longest]}
     return _inferred(q_BTHD, keys_BLKD, values_BLKD, keys_BLKD.shape[2], scale, input_layout="BSND", **options)[:, 0]
@@ -159,13 +166,15 @@ def _decoded_in_float32(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, r
 
 
 def _beyond(keys_BLKD: Tensor, rows: CacheRows) -> Tensor:
-    """[B, 1, 1, L]: the places beyond each row's length. True hides."""
+    """Mask [B, 1, 1, L] of the slots beyond each row's length. True hides."""
     places = torch.arange(keys_BLKD.shape[1], device=keys_BLKD.device)
     return (places >= rows.lengths_B[:, None])[:, None, None]
 
 
 def _continued(q_HTD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, rows: CacheRows, scale: float) -> Tensor:
-    """Packed queries (TND) over the rows' places, seen as blocks of a cache: nothing is padded, no mask is made."""
+    """Attention of packed queries (TND) over the rows' slots, viewed as blocks of a paged cache: without padding or
+    mask.
+    """
     n_rows, room, key_heads, _ = keys_BLKD.shape
     keys, values = (kept.view(n_rows * room // BLOCK, BLOCK, -1) for kept in (keys_BLKD, values_BLKD))
     return _inferred(
@@ -192,7 +201,7 @@ def _inferred(q: Tensor, k: Tensor, v: Tensor, key_heads: int, scale: float, **o
 
 @lru_cache(maxsize=16)
 def _blocks(n_rows: int, each: int, device: torch.device) -> Tensor:
-    """int32 [rows, blocks of a row]: its blocks follow one another."""
+    """int32 [rows, blocks of a row]: the block table; the blocks of a row are consecutive."""
     return torch.arange(n_rows * each, dtype=torch.int32, device=device).view(n_rows, each)
 
 
@@ -202,13 +211,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str, **options: 
 
 
 def _take(x_TND: Tensor, tokens: slice) -> Tensor:
-    """A slice of everything would cost its gradient a copy."""
+    """Takes tokens. All of them are returned unsliced: the gradient of a slice would cost a copy."""
     return x_TND if tokens == slice(0, len(x_TND)) else x_TND[tokens]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """Which tokens one packed call takes, and where its sequences end, counted from the first of these tokens."""
+    """Tokens of one packed call, and the ends of its sequences, counted from the first of these tokens."""
 
     queries: slice
     keys: slice
@@ -219,13 +228,14 @@ class _Call:
 @dataclass(frozen=True)
 class _Packing:
     batch: int
-    """How many sequences there are, when all have the same lengths; else 0."""
+    """Number of sequences when all have the same lengths; else 0."""
     calls: tuple[_Call, ...]
 
 
 @lru_cache(maxsize=64)
 def _packing(cu_q: tuple[int, ...], cu_k: tuple[int, ...], n_queries: int, n_keys: int, causal: bool) -> _Packing:
-    """All layers of a forward pass ask the same; checking thousands of windows each time would take milliseconds.
+    """Splits packed sequences into calls, cached for all layers of a forward pass: checking thousands of windows takes
+    milliseconds.
 
     An empty sequence stays in the list: it ends where the one before it ends.
     """
@@ -253,14 +263,16 @@ def _future(device: torch.device) -> Tensor:
 
 @register("rms_norm", "npu")
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """As `reference.rms_norm`, rounded once: the product with `weight` is in float32, too."""
+    """NPU implementation of `reference.rms_norm`, rounded once: the product with `weight` is in float32, too."""
     found: tuple[Tensor, ...] = torch.ops.npu.npu_rms_norm(x, weight, epsilon)
     return found[0]
 
 
 @register("rotary", "npu")
 def rotary(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """As `reference.rotary`. CacheRows are joined to one: the operator takes fewer than 1000, but any length."""
+    """NPU implementation of `reference.rotary`. The rows are joined into one: the operator takes fewer than 1000 rows,
+    but any length.
+    """
     reference.check_rotary(x_BTHD, cos_BTD, sin_BTD)
     wide = torch.promote_types(x_BTHD.dtype, cos_BTD.dtype)  # the operator wants one dtype
     cos, sin = (x.to(wide).expand(len(x_BTHD), -1, -1).flatten(0, 1)[None, :, None] for x in (cos_BTD, sin_BTD))
@@ -276,7 +288,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @register("patch_embed", "npu")
 def patch_embed(patches_PD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same sums as a matrix product: convolutions in bfloat16 are missing or rounded on some versions of CANN."""
+    """NPU implementation of `reference.patch_embed` as a matrix product: convolutions in bfloat16 are missing or
+    rounded on some versions of CANN.
+    """
     return F.linear(patches_PD, weight.flatten(1), bias)
 
 
@@ -285,7 +299,9 @@ _slots = OncePerTensor(lambda mask: mask.flatten().nonzero()[:, 0])
 
 @register("add_at", "npu")
 def add_at(x_BTH: Tensor, mask_BT: Tensor, rows_NH: Tensor) -> Tensor:
-    """By positions, found once for all layers: to write through a bool mask waits for the device, and fails on some."""
+    """NPU implementation of `reference.add_at` by positions, found once for all layers: a write through a bool mask
+    waits for the device, and fails on some.
+    """
     return x_BTH.flatten(0, 1).index_add(0, _slots(mask_BT), rows_NH).view(x_BTH.shape)
 
 
@@ -295,7 +311,7 @@ if triton_logprob.available("ascend"):
 
     @register("logprob_entropy", "npu")
     def logprob_entropy(hidden_TH: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """By Triton, or by the reference where that is not suitable."""
+        """NPU implementation of `reference.logprob_entropy` by Triton, or the reference for unsuitable inputs."""
         suitable = triton_logprob.suitable(hidden_TH)
         chosen: Callable[..., tuple[Tensor, Tensor]]
         chosen = triton_logprob.logprob_entropy if suitable else reference.logprob_entropy

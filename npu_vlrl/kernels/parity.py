@@ -13,8 +13,8 @@ from npu_vlrl.kernels.table import Implementation, op, reference_of
 from npu_vlrl.kernels.tree import Tree
 
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
-"""Of the largest value. Devices may multiply float32 with 11 bits of mantissa, and bfloat16 has 8; an implementation
-that is wrong is off by far more."""
+"""Largest errors, see `Parity`. Devices may multiply float32 with 11 bits of mantissa, and bfloat16 has 8; a wrong
+implementation is off by far more."""
 
 
 class Parity(NamedTuple):
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 def check(device: torch.device) -> list[Parity]:
-    """One line for each op in float32, and one named "OP in bfloat16". Raises what an op raises that does not run."""
+    """Parity of each op in float32, and in bfloat16 under the name "OP in bfloat16". Errors of an op are raised."""
     names = sorted({case.op for case in CASES})
     return [_compare(name, device, dtype) for dtype in TOLERANCES for name in names]
 
@@ -61,7 +61,7 @@ def _compare(name: str, device: torch.device, dtype: torch.dtype) -> Parity:
 def differences(
     case: Case, drawn: Sequence[Tensor], device: torch.device, reference_dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Errors of one case, forward and backward, see `Parity`, with what `draw_inputs` drew for it.
+    """Errors of one case, forward and backward, see `Parity`, with the inputs of `draw_inputs`.
 
     The reference computes in a dtype of its own.
     """
@@ -77,7 +77,7 @@ def _run(
     drawn: Sequence[Tensor],
     compute_dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, gradients of the inputs that have one). The gradient of the outputs is rounded as the inputs are."""
+    """Returns (outputs, gradients of the inputs that have one). The outputs' gradient is rounded as the inputs are."""
     inputs = [x.to(device, compute_dtype, copy=True).requires_grad_() for x in drawn]
     found = case.call(run, *inputs)
     outputs = list(found) if isinstance(found, tuple) else [found]
@@ -88,13 +88,13 @@ def _run(
 
 
 def draw_inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """On the host, the same in each process."""
+    """Draws the inputs of a case, on the host, equal in each process."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in case.shapes]
 
 
 def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Infinite for what is not a number, which would compare as no larger than anything."""
+    """Largest error of several tensors; infinite for NaN, which would compare as not larger than any number."""
     pairs = [(a.cpu().double(), b.double()) for a, b in zip(ours, theirs, strict=True)]
     errors = [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
     return max((error if error == error else float("inf") for error in errors), default=0.0)
@@ -108,14 +108,14 @@ def _varlen(cu: list[int], causal: bool) -> Callable[..., Tensor]:
 
 
 def _masked(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Rows of 5 and 7 keys, padded on the left; the 3 queries are their last tokens."""
+    """Attention over rows of 5 and 7 keys, padded on the left; the 3 queries are their last tokens."""
     keys = torch.arange(7)
     own = torch.stack([keys >= 2, keys >= 0])[:, None, None]
     return run(q, k, v, (own & (keys <= torch.arange(4, 7)[:, None])).to(q.device), 0.25)
 
 
 def _kept(run: Callable[..., Tensor], q: Tensor, keys: Tensor, values: Tensor, news: list[int]) -> Tensor:
-    """Rows of 2, 7 and 5 tokens, the last `news` of each new."""
+    """Decode attention over rows of 2, 7 and 5 tokens, the last `news` of each new."""
     lengths, room = [2, 7, 5], keys.shape[1]
     rows = CacheRows.of(torch.tensor(lengths, dtype=torch.int32, device=q.device), news, room, max(lengths), lengths)
     return run(q.detach(), keys.detach(), values.detach(), rows, 0.25)
@@ -154,7 +154,7 @@ _PACKED = ((4, 12, 16), (2, 12, 16), (2, 12, 16))
 _KEPT = ((3, 7, 2, 16), (3, 7, 2, 16))
 _KEPT_IN_BLOCKS = ((3, 128, 2, 16), (3, 128, 2, 16))
 _TREE = Tree(starts=(0, 4, 6, 7, 9), ends=(9, 6, 9, 9, 12))
-"""Tokens 0..3 go on with 4..5 and with 6, and that with 7..8; another sequence has no part in it."""
+"""Tree in which tokens 0..3 continue with 4..5 and with 6, and 6 with 7..8; another sequence shares nothing."""
 
 CASES = (
     Case("varlen_attention", _PACKED, _varlen([0, 3, 4, 12], True)),

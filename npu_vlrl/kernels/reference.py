@@ -1,6 +1,6 @@
 """The definition of every op, in plain PyTorch. Runs on any device and in float64, where tests compare against it.
 
-Suffix letters: B batch, T queries or rows, S keys, L places for the keys that a row keeps, H query heads, K key heads,
+Suffix letters: B batch, T queries or rows, S keys, L slots of a row in the KV cache, H query heads, K key heads,
 D head width (in attention, `rotary`); T rows, H hidden width, V vocabulary, C rows of a chunk (in `logprob_entropy`).
 """
 
@@ -105,7 +105,7 @@ def _attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, scale:
 
 @register("tree_attention")
 def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scale: float) -> Tensor:
-    """Causal attention over packed sequences whose common beginnings stand there once. Returns [T, H, D].
+    """Causal attention over packed sequences whose shared prefixes occur once. Returns [T, H, D].
 
     A token sees itself and, of the tokens before it, those of its node and of the nodes above: a node is a sequence of
     queries whose keys, gathered, are its whole path.
@@ -120,7 +120,7 @@ def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scal
 def masked_attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1TS: Tensor, scale: float) -> Tensor:
     """Attention where each query sees the keys at which the bool mask is True. Returns [B, T, H, D].
 
-    What a query gets that sees no key is finite, and otherwise left open.
+    The result of a query that sees no key is finite, and otherwise unspecified.
     """
     output = F.scaled_dot_product_attention(
         q_BHTD,
@@ -144,7 +144,7 @@ def decode_attention(
 ) -> Tensor:
     """Causal attention of packed queries, which are the last tokens of their rows, over all tokens of these rows.
 
-    Returns [T, H, D]. What stands beyond a row's length must be finite, and does not matter. `masked` computes it.
+    Returns [T, H, D]. Values beyond a row's length must be finite, and do not matter. `masked` computes the attention.
     """
     news = [b - a for a, b in zip(rows.cu_q, rows.cu_q[1:], strict=False)]
     most, n_rows = max(news), len(news)
@@ -172,7 +172,7 @@ def decode_attention(
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(mean(x²) + epsilon) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467).
 
-    Everything up to the product with `weight` is in float32; then it is rounded to the dtype of x.
+    All before the product with `weight` is computed in float32, and then rounded to the dtype of x.
     """
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
@@ -304,7 +304,7 @@ class _LogprobEntropy(torch.autograd.Function):
         if grad_logprobs_T is not None and forbidden_V is not None:
             grad_logprobs_T = grad_logprobs_T.masked_fill(forbidden_V[targets_T], 0)
         grad_hidden_TH = torch.empty_like(hidden_TH) if need_hidden else None
-        # The sum over chunks is kept in the wide type: bfloat16 would forget the later chunks.
+        # The sum over chunks is in the wide dtype: in bfloat16, later chunks would be lost to rounding.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=normaliser_T.dtype) if need_weight else None
         for start in range(0, len(targets_T), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
@@ -340,7 +340,8 @@ def _logit_gradient(
     grad_logprobs_C: Tensor | None,
     grad_entropy_C: Tensor | None,
 ) -> Tensor:
-    """With z the scaled logits: d logprob/dz_j = [j = target] - p_j and d entropy/dz_j = -p_j (log p_j + entropy)."""
+    """Gradient [C, V] of the scaled logits z: d logprob/dz_j = [j = target] - p_j and
+    d entropy/dz_j = -p_j (log p_j + entropy)."""
     probabilities = logprobs_CV.exp()
     gradient = torch.zeros_like(probabilities)
     if grad_entropy_C is not None:

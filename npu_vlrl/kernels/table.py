@@ -1,6 +1,6 @@
-"""The op table: every op has one name, a reference that defines it, and maybe a faster implementation for a platform.
+"""The op table: every op has one name, a reference that defines it, and possibly faster implementations for platforms.
 
-Models and losses ask for `op("name")` and never know which implementation they got.
+Models and losses call `op("name")`, whichever implementation is active.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def use(platform: str) -> None:
     """Selects the implementations that `op` returns from now on. Raises ValueError for an unknown platform, and
     HardwareError when `NPU_VLRL_REFERENCE_OPS` names an unknown op.
 
-    The file that registers a platform's implementations is imported here, so no other platform pays for it.
+    The file that registers a platform's implementations is imported here, so other platforms never import it.
     """
     global _platform, _turned_off
     if platform not in PLATFORMS:
@@ -67,8 +67,8 @@ def _named(value: str) -> frozenset[str]:
 
 
 def active() -> dict[str, str]:
-    """For each op, the platform whose implementation runs now: the selected one, or the reference where it has none or
-    is turned off."""
+    """Platform of each op's active implementation: the selected one, or the reference where that has none or is turned
+    off."""
     return {name: _chosen(name) for name in sorted(_table)}
 
 
@@ -82,5 +82,5 @@ def _chosen(name: str) -> str:
 
 
 def reference_of(name: str) -> Implementation:
-    """The definition of an op, whatever is selected. Raises KeyError for a name that is not in the table."""
+    """The definition of an op, whichever platform is selected. Raises KeyError for a name that is not in the table."""
     return _table[name][REFERENCE]

@@ -1,4 +1,4 @@
-"""Values that the device must be waited for, computed once and not in every layer."""
+"""Cache of values that wait for the device, so that they are computed once and not in every layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Value = TypeVar("Value")
 
 
 class OncePerTensor(Generic[Value]):
-    """Remembers what a function makes of a tensor.
+    """Caches the value of a function for each tensor.
 
-    A value lives as long as the tensor *object* and is made again after an in-place change. (Tensors made in inference
-    mode count no changes; those must not be changed.)
+    A value lives as long as the tensor *object* and is computed again after an in-place change. (Tensors made in
+    inference mode count no changes; they must not be changed.)
 
     Example: `OncePerTensor(Tensor.tolist)(torch.tensor([0, 2, 5]))` is `[0, 2, 5]`.
     """

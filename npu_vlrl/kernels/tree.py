@@ -1,7 +1,7 @@
-"""Attention over sequences that share beginnings: what several begin with stands there once, and each sees it.
+"""Prefix tree of sequences: a shared prefix occurs once, and all sequences that begin with it see it.
 
-The tokens stand in depth-first order. A node is a run of tokens that the same sequences go through; it is seen by
-itself, from each token on, and by all nodes below it. So a token is seen by all from itself to the end of its subtree.
+The tokens are in depth-first order. A node is a run of tokens of the same sequences; it is visible to itself, causally,
+and to all nodes below it. So a token is visible to all tokens from itself to the end of its subtree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 MOST_SEQUENCES = 1024
-"""That one packed call of an NPU's operator takes: the least that is documented.
+"""Largest number of sequences in one packed call of an NPU's operator: the smallest documented limit.
 
 torch_npu's page about npu_fusion_attention (op-plugin 517f2e7d0f20) gives 2K and, for packed sequences, 1K. CANN's page
 about aclnnFlashAttentionVarLenScore (ops-transformer c29bc1069d32) gives 2K, and 1K with a prefix. CANN's code does not
@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Part:
-    """A packed attention call: the tokens that ask, the tokens that they ask, and where the sequences of both end."""
+    """A packed attention call: slices of the queries and of their keys, one of each a sequence."""
 
     queries: tuple[slice, ...]
     keys: tuple[slice, ...]
@@ -45,13 +45,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Tree:
-    """Where the nodes of a packed batch stand, roots and all, in depth-first order.
+    """Positions of the nodes of a packed batch, roots included, in depth-first order.
 
     Example: two sequences of 5 tokens that share their first 3 are `Tree(starts=(0, 3, 5), ends=(7, 5, 7))`.
     """
 
     starts: tuple[int, ...]
-    """First token of each node; its tokens reach to the next node's."""
+    """First token of each node, which extends to the next node's."""
     ends: tuple[int, ...]
     """One past the last token of each node's subtree."""
 
@@ -61,12 +61,12 @@ class Tree:
 
     @classmethod
     def of_sequences(cls, cumulative: Sequence[int]) -> Tree:
-        """Sequences that share nothing, by their cumulative lengths."""
+        """Makes the tree of sequences that share nothing, from their cumulative lengths."""
         return cls(tuple(cumulative[:-1]), tuple(cumulative[1:]))
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """Where the nodes begin, and the end: cumulative lengths."""
+        """Starts of the nodes, and the end: cumulative lengths."""
         return (*self.starts, max(self.ends))
 
     @cached_property
@@ -75,7 +75,7 @@ class Tree:
 
     @cached_property
     def above(self) -> tuple[tuple[int, ...], ...]:
-        """For each node the nodes over it, from the root down."""
+        """Ancestors of each node, from the root down."""
         found: list[tuple[int, ...]] = []
         line: list[int] = []
         for index, start in enumerate(self.starts):
@@ -92,12 +92,12 @@ class Tree:
 
     @cached_property
     def path(self) -> Tensor:
-        """int64: for each node all that its last token sees, one node after the other."""
+        """int64: indices of the tokens that each node's last token sees, one node after the other."""
         runs = [self.nodes[i] for index, above in enumerate(self.above) for i in (*above, index)]
         return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
     def path_on(self, device: torch.device) -> Tensor:
-        """`path` there, copied once for all layers."""
+        """Copy of `path` on a device, made once for all layers."""
         if device not in self._paths:
             self._paths[device] = self.path.to(device)
         return self._paths[device]
@@ -114,10 +114,10 @@ class Tree:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Packed calls whose results together, merged by their log-sum-exp, are the attention.
+        """Packed calls whose results, merged by their log-sum-exp, are the attention.
 
-        First each node sees itself. Then, for each depth, what stands below the nodes of that depth sees them. No call
-        has more than `MOST_SEQUENCES`.
+        First each node attends to itself. Then, for each depth, the tokens below the nodes of that depth attend to
+        them. No call has more than `MOST_SEQUENCES` sequences.
         """
         found = [Part(some, some, causal=True) for some in _batched(self.nodes)]
         by_depth: dict[int, list[int]] = {}

@@ -1,7 +1,7 @@
 """Tree attention by packed calls of a fused kernel: a call for each depth, merged by their log-sum-exp.
 
 The parts of a softmax over disjoint sets of keys merge exactly, and so do their gradients: each part's backward pass
-gets the *merged* output and log-sum-exp, and then computes its share of the whole (as ring attention does, Liu et al.
+gets the *merged* output and log-sum-exp, and then computes its share of the gradient (as in ring attention, Liu et al.
 2023, arXiv 2310.01889).
 """
 
@@ -45,12 +45,12 @@ class Fused(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, given an output and a log-sum-exp that other keys may be part of."""
+        """Gradients of queries, keys and values, given output and log-sum-exp, which may include other keys."""
         ...
 
 
 def tree_attention(q_HTD: Tensor, k_KSD: Tensor, v_KSD: Tensor, tree: Tree, scale: float, fused: Fused) -> Tensor:
-    """As `reference.tree_attention`; returns [T, H, D]."""
+    """Implementation of `reference.tree_attention` by packed calls of `fused`; returns [T, H, D]."""
     q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KSD, v_KSD))
     out_THD: Tensor = _TreeAttention.apply(q, k, v, tree, scale, fused)  # type: ignore[no-untyped-call]
     return out_THD
@@ -95,7 +95,7 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _placed(tree: Tree, device: torch.device) -> list[tuple[Part, Places, Places]]:
-    """The parts with the places of their tokens. All layers of a forward and a backward pass ask for the same."""
+    """The parts with the indices of their tokens, cached for all layers of a forward and a backward pass."""
     known = _known.setdefault(tree, {})
     if device not in known:
         known[device] = [(part, _places(part.queries, device), _places(part.keys, device)) for part in tree.parts]
@@ -106,7 +106,7 @@ _known: WeakKeyDictionary[Tree, dict[torch.device, list[tuple[Part, Places, Plac
 
 
 def _places(slices: Sequence[slice], device: torch.device) -> Places:
-    """Runs that follow each other are one slice, which costs no copy."""
+    """Indices of several slices. Consecutive slices become one slice, which costs no copy."""
     if all(a.stop == b.start for a, b in zip(slices, slices[1:], strict=False)):
         return slice(slices[0].start, slices[-1].stop)
     return torch.cat([torch.arange(one.start, one.stop) for one in slices]).to(device)

@@ -1,8 +1,8 @@
 """The Triton source of log-probability and entropy: one source for CUDA and for triton-ascend.
 
 Needs Triton when it is imported; `triton_logprob` imports it when it is first called. Both kernels take tiles of logits
-[ROWS, IDS] from products over the hidden width and use them up at once. They ask for little: loads, stores, products,
-sums and maxima over a tile; no atomics, so that results repeat; no offset of a whole tensor in 32 bits.
+[ROWS, IDS] from products over the hidden width and reduce them at once. They need few features: loads, stores,
+products, sums and maxima over a tile; no atomics, so that results repeat; no offset of a whole tensor in 32 bits.
 
 Names: T rows, V vocabulary, H hidden width, S parts of the vocabulary; all tensors are contiguous.
 """
@@ -69,7 +69,7 @@ def row_statistics(
     WIDTH: tl.constexpr,
     PRODUCT: tl.constexpr,
 ) -> None:
-    """One program: ROWS rows over one part of the vocabulary, of `tiles` tiles.
+    """Statistics of the logits; a program computes ROWS rows over one part of the vocabulary, of `tiles` tiles.
 
     With z a row's valid logits in that part and m their maximum, writes m, Σ exp(z - m), Σ exp(z - m)·(z - m), and the
     target's z, or 0 where the target is elsewhere.
@@ -139,7 +139,7 @@ def logit_gradients(
     WIDTH: tl.constexpr,
     PRODUCT: tl.constexpr,
 ) -> None:
-    """One program: a tile of the gradient of hidden @ weight.T, for the ids first_id .. first_id + chunk.
+    """Gradient of hidden @ weight.T, for the ids first_id .. first_id + chunk; a program computes one tile.
 
     With z the scaled logits, d logprob/dz_j = [j = target] - p_j and d entropy/dz_j = -p_j (log p_j + entropy).
     """

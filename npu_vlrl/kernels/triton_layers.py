@@ -1,8 +1,8 @@
 """The parts of layers by Triton kernels, for CUDA: each reads its inputs once and writes its result once.
 
-`reference` defines what they compute; it computes what a kernel does not take, such as float64 and tensors on a CPU.
-liger-kernel has these ops, too. It is not used: its rotary embedding and the gradient of its SwiGLU overwrite what they
-are given, which others may still need, and its RMSNorm cannot be tested without a GPU.
+`reference` defines the ops, and computes inputs that the kernels do not take, such as float64 and tensors on a CPU.
+liger-kernel has these ops, too. It is not used: its rotary embedding and the gradient of its SwiGLU overwrite their
+inputs, which others may still need, and its RMSNorm cannot be tested without a GPU.
 
 Importing this module does not import Triton.
 """
@@ -37,7 +37,9 @@ def _blocks(length: int, block: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """As `reference.rms_norm`. By the kernel where x and `weight` are of one dtype; the gradient is rounded once."""
+    """Implementation of `reference.rms_norm`, by the kernel where x and `weight` have one dtype; the gradient is
+    rounded once.
+    """
     if not _taken(x, weight) or x.dtype != weight.dtype or len(weight) > WIDEST:
         return reference.rms_norm(x, weight, epsilon)
     assert weight.shape == x.shape[-1:]
@@ -77,7 +79,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> tuple[int, dict[str, int]]:
-    """How many rows x has, and the sizes of a launch: several short rows, or one long row, for each program."""
+    """Number of rows of x, and the sizes of a launch: several short rows, or one long row, for each program."""
     width = x.shape[-1]
     padded = 1 << (width - 1).bit_length()
     sizes = {"width": width, "ROWS": max(1, TILE // padded), "WIDTH": padded, "num_warps": max(4, padded // 1024)}
@@ -88,9 +90,10 @@ def _rows(x: Tensor) -> tuple[int, dict[str, int]]:
 
 
 def rotary(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """As `reference.rotary`, with its errors and its bits; takes heads and tokens in any order, without a copy.
+    """Implementation of `reference.rotary`, with the same errors and bits; takes heads and tokens in any order, without
+    a copy.
 
-    By the kernel where cos and sin are of one dtype and ask for no gradient.
+    The kernel computes it where cos and sin have one dtype and need no gradient.
     """
     reference.check_rotary(x_BTHD, cos_BTD, sin_BTD)
     angles = cos_BTD, sin_BTD
@@ -144,7 +147,7 @@ def _rotate(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, backward: bool) ->
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As `reference.swiglu`. By the kernel where both are of one dtype; the gradients are rounded once."""
+    """Implementation of `reference.swiglu`, by the kernel where both have one dtype; the gradients are rounded once."""
     if not _taken(gate, up) or gate.dtype != up.dtype:
         return reference.swiglu(gate, up)
     assert gate.shape == up.shape

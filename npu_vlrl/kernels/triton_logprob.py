@@ -1,10 +1,11 @@
-"""Log-probability and entropy by Triton kernels; what they compute is defined by `reference.logprob_entropy`.
+"""Log-probability and entropy by Triton kernels; `reference.logprob_entropy` defines them.
 
 The forward pass never has logits in memory. The backward pass writes the gradient of the logits, a part of the
-vocabulary at a time and in the dtype of the inputs, and leaves the two products with it to the matrix library. Parts of
-the vocabulary, not of the rows: the gradient of the weight is then complete at once and needs no wide copy of [V, H].
+vocabulary at a time and in the dtype of the inputs, and leaves the two products with it to the matrix library. It is
+split by vocabulary and not by rows: a part of the weight's gradient is then complete at once, and needs no wide copy of
+[V, H].
 
-Letters as in `triton_kernels`. Importing this module does not import Triton.
+The letters are those of `triton_kernels`. Importing this module does not import Triton.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-PROGRAMS = 256  # the forward pass divides the vocabulary until there are about as many: two for each core of an H100
+PROGRAMS = 256  # the forward pass splits the vocabulary until there are about as many: two for each core of an H100
 GRADIENT_ELEMENTS = 2**26  # of the logits' gradient that exist at a time: 128 MiB in bfloat16
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How many rows, ids and hidden columns a program takes at a time, and what the launch is told besides.
+    """Numbers of rows, ids and hidden columns that a program takes at a time, and further options of the launch.
 
     Example: Tiles(64, 128, 64, {"num_warps": 4})
     """
@@ -45,7 +46,7 @@ def available(backend: str) -> bool:
 
 
 def suitable(hidden_TH: Tensor) -> bool:
-    """False for float64 and where there are no rows: the reference does those."""
+    """Whether the kernels take `hidden_TH`. The reference computes float64, and inputs without rows."""
     return len(hidden_TH) > 0 and hidden_TH.dtype in DTYPES
 
 
@@ -68,9 +69,9 @@ def logprob_entropy(
     forbidden_V: Tensor | None = None,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.logprob_entropy`, with its errors, for `suitable` inputs; `chunk` has no meaning here.
+    """Implementation of `reference.logprob_entropy`, with its errors, for `suitable` inputs; `chunk` is ignored.
 
-    Products are summed in float32 and stay so, where the reference rounds each logit to the dtype of the inputs. A
+    Products are summed and stay in float32, where the reference rounds each logit to the dtype of the inputs. A
     target outside the vocabulary has log-probability NaN; with `forbidden_V` the look-up there fails first.
     """
     if temperature <= 0:
@@ -122,7 +123,7 @@ class _LogprobEntropy(torch.autograd.Function):
             grads[0] = grads[0].masked_fill(forbidden_V[targets_T], 0)
         rows = (normaliser_T, entropy_T, *grads)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        # Summed over parts in float32: bfloat16 would forget the later ones.
+        # Summed over parts in float32: in bfloat16, later parts would be lost to rounding.
         grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=torch.float32) if need_hidden else None
         grad_weight_VH = torch.empty_like(weight_VH) if need_weight else None
         for first, gradient_TC in _logit_gradients(hidden_TH, weight_VH, targets_T, ctx.temperature, forbidden_V, rows):
@@ -195,7 +196,7 @@ def _blocks(length: int, block: int) -> int:
 
 
 def _inputs(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, forbidden_V: Tensor | None) -> tuple[Tensor, ...]:
-    """The kernels' first arguments. Where nothing is forbidden they still need some pointer, which they do not read."""
+    """The kernels' first arguments. Without forbidden ids they still need some pointer, which they do not read."""
     targets_T = targets_T.to(torch.int32)
     forbidden = targets_T if forbidden_V is None else forbidden_V.contiguous().view(torch.int8)
     return hidden_TH, weight_VH, targets_T, forbidden
@@ -204,7 +205,7 @@ def _inputs(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, forbidden_V
 def _constants(tiles: Tiles, hidden_TH: Tensor, weight_VH: Tensor, forbidden_V: Tensor | None) -> dict[str, Any]:
     import triton.language as tl
 
-    # The interpreter holds bfloat16 as whole numbers and would multiply those.
+    # The interpreter holds bfloat16 as integers and would multiply those.
     interpreted = hidden_TH.device.type == "cpu"
     return {
         "n_ids": len(weight_VH),

@@ -1,14 +1,14 @@
-"""Everything a run needs to go on exactly where it stopped, in files that hold no code (safetensors and JSON).
+"""Checkpoints: the full state of a run, from which it resumes exactly, in files without code (safetensors and JSON).
 
     step-00000100/  state.json  rng.safetensors  weights.safetensors    optimizer.safetensors
                     SHA256SUMS            or     weights.0.safetensors  optimizer.0.safetensors
                                                  weights.1.safetensors  optimizer.1.safetensors
 
-SHA256SUMS has the checksum of every other file, as `sha256sum -c` reads it; what is loaded is compared with it first.
+SHA256SUMS has the checksum of every other file, as `sha256sum -c` reads it; files are compared with it before loading.
 
-Of a policy that is divided over ranks each writes a file with its rows of every tensor, and in the file's header, under
-`rows`, where they stand in the whole. Whoever reads takes the rows that it needs, from however many files there are.
-(DCP of torch would do as much, but it reads its metadata by unpickling.)
+Each rank of a sharded policy writes a file with its rows of every tensor, and their position in the full tensor in the
+file's header, under `rows`. A reader takes the rows that it needs, from any number of files. (torch's DCP has the same
+function, but reads its metadata by unpickling.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from npu_vlrl.learner.ranks import Ranks
 
 Content = TypeVar("Content")
 Tensors = TypeVar("Tensors", bound=Mapping[str, Tensor])
-"""Of one that is written any mapping, of one that is read `Stored`."""
+"""Tensors of a checkpoint: any mapping in one that is written, `Stored` in one that is read."""
 
 STATE = "state.json"
 SUMS = "SHA256SUMS"
@@ -40,7 +40,7 @@ ROWS = "rows"
 _NAME = re.compile(r"step-(\d{8})$")
 _SUM = re.compile(r"([0-9a-f]{64})  ([\w.]+)")
 _TEXT_BYTES = 1024
-"""For the checksums of one rank's files, on their way to the first."""
+"""Size of the buffer in which a rank sends the checksums of its files to rank 0."""
 
 
 class CheckpointError(ValueError):
@@ -50,23 +50,23 @@ class CheckpointError(ValueError):
 @dataclass(frozen=True)
 class Checkpoint(Generic[Tensors]):
     step: int
-    """Steps done."""
+    """Number of steps done."""
     weights: Tensors
     optimizer: Tensors
-    """`exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`; `master.<parameter>` for 16 bits"""
+    """Tensors `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`; `master.<parameter>` for 16 bits."""
     rng: dict[str, Tensor]
     state: dict[str, Any]
     """JSON values: data cursor, scheduler, weight version …"""
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By key of a tensor of which this rank holds some rows: the first of them, and how many the whole tensor has."""
+    """Rows of each tensor of which this rank has a shard: the first row, and the number of rows of the full tensor."""
 
 
 def save(folder: Path, checkpoint: Checkpoint[dict[str, Tensor]], keep: int, ranks: Ranks | None = None) -> Path:
     """Writes `folder/step-XXXXXXXX` atomically: a run that is killed here leaves the previous checkpoint intact.
 
-    A complete checkpoint of the same step holds the same already and is kept. Older checkpoints beyond `keep`, and what
-    a killed run left unfinished, are removed. Several `ranks` that hold rows of tensors call it at the same time, with
-    a folder that all see. Raises OSError with the name of the file when the disk is full.
+    A complete checkpoint of the same step has the same content and is kept. Older checkpoints beyond `keep`, and
+    unfinished ones of killed runs, are removed. Several `ranks` with shards call it at the same time, with a folder
+    that all see. Raises OSError with the name of the file when the disk is full.
     """
     ranks = ranks or Ranks()
     final = folder / f"step-{checkpoint.step:08d}"
@@ -96,7 +96,7 @@ def save(folder: Path, checkpoint: Checkpoint[dict[str, Tensor]], keep: int, ran
 
 
 def _write(partial: Path, checkpoint: Checkpoint[dict[str, Tensor]], ranks: Ranks) -> dict[str, str]:
-    """Writes the files of this rank, and the first one's also what all of them have; returns their checksums."""
+    """Writes the tensors of this rank, and in rank 0 those that all ranks have; returns the files' checksums."""
     sums = {}
     for name in ("weights", "optimizer", "rng"):
         tensors: dict[str, Tensor] = getattr(checkpoint, name)
@@ -122,8 +122,8 @@ def _gather(sums: dict[str, str], ranks: Ranks) -> dict[str, str]:
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None.
 
-    Raises CheckpointError for a newer one without STATE: it was written whole, so a run that went on from an older one
-    would forget steps that it has done.
+    Raises CheckpointError for a newer one without STATE: it was complete once, so a run that resumed from an older one
+    would repeat steps.
     """
     found = complete(folder)
     newest = found[-1].name if found else ""
@@ -134,21 +134,21 @@ def latest(folder: Path) -> Path | None:
 
 
 def steps_done(folder: Path) -> int:
-    """Those of the newest complete checkpoint; 0 without one."""
+    """Number of steps of the newest complete checkpoint; 0 without one."""
     newest = latest(folder)
     return 0 if newest is None else int(newest.name.rpartition("-")[2])
 
 
 class Stored(Mapping[str, Tensor]):
-    """Tensors of the files of one name, on the host; each is read when it is asked for."""
+    """Tensors of the files of one name, on the host; each is read when it is accessed."""
 
     def __init__(self, path: Path, name: str) -> None:
         """Raises CheckpointError when a file is missing or damaged, naming it."""
         self._path = path
         self._pieces: dict[str, list[tuple[int, Any]]] = {}
-        """Of each tensor: the first row of a piece, and the file that holds it."""
+        """Pieces of each tensor: the first row of a piece, and its file."""
         self._totals: dict[str, int] = {}
-        """Rows of each tensor that is in pieces."""
+        """Number of rows of each tensor that is in pieces."""
         for file in sorted(path.glob(f"{name}.*.safetensors")) or [path / f"{name}.safetensors"]:
             opened, rows = _read(file, _opened)
             for key in opened.keys():  # noqa: SIM118  # it is no mapping
@@ -167,16 +167,16 @@ class Stored(Mapping[str, Tensor]):
         return len(self._pieces)
 
     def shape(self, key: str) -> list[int]:
-        """Of the whole tensor."""
+        """Shape of the full tensor."""
         shape: list[int] = self._pieces[key][0][1].get_slice(key).get_shape()
         return [self._totals[key], *shape[1:]] if key in self._totals else shape
 
     def dtype(self, key: str) -> str:
-        """As safetensors names it, e.g. `F32`; several where pieces differ."""
+        """Dtype as safetensors names it, e.g. `F32`; several names where pieces differ."""
         return " and ".join(sorted({file.get_slice(key).get_dtype() for _, file in self._pieces[key]}))
 
     def read(self, key: str, rows: range | None = None) -> Tensor:
-        """A whole tensor, or some rows of it. Raises CheckpointError when they are in no file."""
+        """Reads a full tensor, or some rows of it. Raises CheckpointError when they are in no file."""
         pieces = self._pieces[key]
         if rows is None and key not in self._totals:
             tensor: Tensor = pieces[0][1].get_tensor(key)
@@ -194,14 +194,15 @@ class Stored(Mapping[str, Tensor]):
 
 
 def _opened(file: Path) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """A file of tensors, and the rows of those that are in pieces."""
+    """Opens a file of tensors; also returns the rows of those that are in pieces."""
     opened = safe_open(file, "pt")
     return opened, dict(json.loads((opened.metadata() or {}).get(ROWS, "{}")))  # type: ignore[no-untyped-call]
 
 
 def load(path: Path, ranks: Ranks | None = None) -> Checkpoint[Stored]:
-    """Raises CheckpointError when a file is missing or damaged, naming it. Weights and optimizer are read when they are
-    asked for, see `Stored`. Of several `ranks` that load the same each compares some of the files with their checksums.
+    """Loads a checkpoint. Weights and optimiser are read when they are accessed, see `Stored`. Several `ranks` that
+    load the same checkpoint share the comparison of files with checksums. Raises CheckpointError when a file is missing
+    or damaged, naming it.
     """
     verify(path, ranks or Ranks())
     state = _read(path / STATE, lambda file: dict(json.loads(file.read_text())))

@@ -15,13 +15,14 @@ from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 
 Hidden = Callable[[MicroBatch, Policy, VisionFeatures], Tensor]
-"""Hidden states [N, hidden] before the scored tokens of a micro-batch."""
+"""Function that computes the hidden states [N, hidden] before the scored tokens of a micro-batch."""
 
 
 class Critic:
     """Values of the states before tokens; 0 everywhere at the start.
 
-    A separate backbone begins as the policy is, keeps what is frozen in it, and shares the features of a frozen tower.
+    A separate backbone begins as a copy of the policy, with the same frozen weights, and shares the features of a
+    frozen tower.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Critic:
         hidden: Hidden,
         own: Callable[[], Policy],
     ) -> None:
-        """`own` makes the policy that is a separate backbone."""
+        """`own` makes the policy of a separate backbone."""
         self.config = config
         self.optim = optim
         self.shared = config.backbone == "shared"
@@ -51,13 +52,13 @@ class Critic:
         self.optimizer = new_optimizer(self.parameters, optim)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """float32 [N]"""
+        """Values of the states before the scored tokens, float32 [N]."""
         return self._values(self._hidden(batch, self.policy, self.vision))
 
     def loss(self, batch: MicroBatch, policy_hidden_NH: Tensor, states: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The value loss of a micro-batch, and its metrics. `states` counts the trained states of the whole update.
 
-        A shared critic looks at `policy_hidden_NH`, and lets `backbone_grad` of its gradient through.
+        A shared critic reads `policy_hidden_NH`, and passes the share `backbone_grad` of its gradient on.
         """
         if self.shared:
             share = self.config.backbone_grad
@@ -71,7 +72,7 @@ class Critic:
         return value_loss(values, batch.values_N[at], batch.returns_N[at], weights, self.config)
 
     def apply(self, skip: bool, add: Callable[[Tensor], Tensor]) -> float | None:
-        """See `step_or_skip`."""
+        """Steps the critic's optimiser, see `step_or_skip`."""
         return step_or_skip(self.optimizer, self.optim.max_grad_norm, self.config.lr, skip, add)
 
     def _values(self, hidden_NH: Tensor) -> Tensor:
@@ -80,9 +81,9 @@ class Critic:
 
 
 def backbone(policy: Policy) -> Policy:
-    """A copy of the policy as it is, to be trained by itself."""
+    """Copies the policy for a critic with a backbone of its own."""
     made = policy.copy()
     if made.head_weight is not made.base.get_input_embeddings().weight:
-        made.head_weight.requires_grad_(False)  # it scores tokens, which nobody asks of a critic
+        made.head_weight.requires_grad_(False)  # it scores tokens, which a critic does not
     made.model.train()
     return made

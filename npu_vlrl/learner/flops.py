@@ -1,10 +1,10 @@
-"""How many floating-point operations a pass through a model takes, by its shapes.
+"""Floating-point operations of a pass through a model, from its shapes.
 
 A multiply-add counts as two. Only matrix products and attention count, as is usual for utilisation (Chowdhery et al.
 2022, arXiv 2204.02311, appendix B): a product of n rows with a weight takes 2 · n · |weight| forward, as much again for
 the gradient of its input and as much for that of the weight, if it is trained. Of a mixture of experts a token meets
-the chosen ones. Attention takes 4 · width for each pair of a query and a key that it may see, and twice that backward.
-What checkpointing computes again does not count.
+the chosen ones. Attention takes 4 · width for each pair of a query and a visible key, and twice that backward.
+Recomputation by checkpointing does not count.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from npu_vlrl.types import ImageInput
 
 
 def seen_pairs(tree: Tree) -> int:
-    """Pairs of a token and one that it sees, itself among them."""
+    """Number of pairs of a token and a token that it sees, itself included."""
     bounds = zip(tree.nodes, tree.path_bounds, tree.path_bounds[1:], strict=False)
     lengths = [(node.stop - node.start, end - start) for node, start, end in bounds]
     return sum(own * path - own * (own - 1) // 2 for own, path in lengths)
 
 
 class ModelFlops:
-    """What passes through a policy take. Of a frozen part there is no gradient of weights; where the whole tower is
-    frozen there is no backward pass through it at all.
+    """Operations of passes through a policy. A frozen part has no gradient of weights; a frozen tower has no backward
+    pass at all.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -41,15 +41,15 @@ class ModelFlops:
         self._tower = None if policy.vision is None else _Tower(policy.vision, not policy.vision_is_frozen)
 
     def layers(self, tokens: int, pairs: int, train: bool) -> float:
-        """The layers of the language model, for that many tokens and pairs of `seen_pairs`; `train`: with backward."""
+        """Operations of the language model's layers, for that many tokens and `seen_pairs`; `train`: with backward."""
         return self._layers.products(tokens, train) + _attention(pairs, self._attention, train)
 
     def head(self, scored: int, train: bool) -> float:
-        """The scores of the whole vocabulary for that many tokens."""
+        """Operations of the head, which scores the whole vocabulary for that many tokens."""
         return self._head.products(scored, train)
 
     def tower(self, images: Sequence[ImageInput], train: bool) -> float:
-        """The vision tower, for images that go through it."""
+        """Operations of the vision tower, for the images that go through it."""
         return 0.0 if self._tower is None else sum(self._tower.image(image.grid, train) for image in images)
 
 
@@ -80,7 +80,7 @@ class _Tower:
 
 
 class _Weights:
-    """Matrices that rows are multiplied with, each with the share of it that a row meets."""
+    """Matrices of a part of a model, each with the share of it that a row is multiplied with."""
 
     def __init__(self, parameters: Iterable[tuple[nn.Parameter, float]]) -> None:
         met = [(p.numel() * share, p.requires_grad) for p, share in parameters if p.dim() > 1]
@@ -88,7 +88,7 @@ class _Weights:
         self._trained = sum(count for count, trained in met if trained)
 
     def products(self, rows: int, train: bool, of_input: bool = True) -> float:
-        """`of_input`: the backward pass goes on below."""
+        """Operations of the products of `rows` rows. `of_input`: the input needs a gradient."""
         forward = 2.0 * rows * self._all
         return forward + (of_input * forward + 2.0 * rows * self._trained if train else 0.0)
 

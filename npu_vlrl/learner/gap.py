@@ -20,8 +20,8 @@ def allowed_gap(config: AlgorithmConfig, dtype: torch.dtype) -> float:
 
 
 def logprob_gap(metrics: Iterable[Metrics]) -> dict[str, float]:
-    """The metrics `logprob_gap`, unless no token was compared, and `logprob_gap_tokens`, from those of the first
-    mini-batch of a step: its policy is the one that sampled.
+    """The metrics `logprob_gap`, unless no token was compared, and `logprob_gap_tokens`, from the metrics of the first
+    mini-batch of a step, whose policy is the behaviour policy.
     """
     reduced = reduce_metrics(metrics)
     keys = {"logprob_gap": "gap_max", "logprob_gap_tokens": "gap_max_tokens"}
@@ -29,8 +29,8 @@ def logprob_gap(metrics: Iterable[Metrics]) -> dict[str, float]:
 
 
 def check_gap(metrics: Iterable[Metrics], allowed: float) -> None:
-    """Raises LearnerError when a micro-batch has a `gap_max` above the allowed one. NaN passes: whoever steps the
-    optimiser looks for it.
+    """Raises LearnerError when a micro-batch has a `gap_max` above the allowed one. NaN passes; the step of the
+    optimiser checks for it.
     """
     # not max() over all: NaN would hide the gap of another micro-batch
     gap = max((g for part in metrics if (g := float(part["gap_max"])) > allowed), default=0.0)

@@ -1,10 +1,10 @@
-"""A learner that may be several: what rank 0 is asked to do, it lets the others do at the same time.
+"""Data-parallel learner: broadcasts rank 0's commands and samples, and compares checksums of the weights.
 
     rank 0               Learn(Step, samples) ->  steps     compares the sums of the weights
     every other rank                              steps  <- Done
 
-Samples travel over the channels, gradients by collectives. A rank that waits in a collective for one that has failed
-would wait long: each therefore looks at its channels meanwhile, and gives up when somebody is gone or says so.
+Samples are sent over the channels, gradients by collectives. A rank in a collective would wait long for a failed one:
+each therefore polls its channels meanwhile, and gives up when a rank is gone or reports a failure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from npu_vlrl.learner.messages import (
     Supervise,
     Work,
 )
-from npu_vlrl.learner.optimizer import divided, master
+from npu_vlrl.learner.optimizer import master, sharded
 from npu_vlrl.learner.state import load_learner, save_learner, trained_by
 from npu_vlrl.learner.trainer import Learner, LearnerError
 from npu_vlrl.network.world import LEARNER, PeerError, World
@@ -48,20 +48,20 @@ T = TypeVar("T")
 
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of a number."""
+"""Integer dtypes by bytes of a number."""
 
 
 class LearnerGroup:
-    """The `Learner` of rank 0 and of all that learn with it; of this process alone where there are no others.
+    """The `Learner` of rank 0 together with those of the other learning ranks, if there are any.
 
-    Raises, whatever it is asked to do, what the `Learner` raises; PeerError when a process is gone; and LearnerError
-    with the name of one that failed, or that holds other weights afterwards.
+    All methods raise the errors of `Learner`; PeerError when a process is gone; and LearnerError with the name of a
+    rank that failed, or that has other weights afterwards.
     """
 
     def __init__(self, new: Callable[[], Learner], world: World | None = None) -> None:
-        """Every rank makes a learner whose KL reference is the policy of rank 0 as it is now.
+        """Makes a learner in every rank, whose KL reference is the current policy of rank 0.
 
-        `new` makes that of this rank. The learners of `world` are the others; each is at `follow`.
+        `new` makes the learner of this rank. The other learners of `world` run the handlers of `follow`.
         """
         self._world = world
         self._channels = [world.channel(rank) for rank in world.learners if rank != LEARNER] if world else []
@@ -73,27 +73,27 @@ class LearnerGroup:
 
     @property
     def skipped(self) -> list[str]:
-        """Samples whose update was left out because something was not finite."""
+        """Ids of the samples whose update was skipped because a value was not finite."""
         return self.own.skipped
 
     @property
     def updates(self) -> int:
-        """Optimiser steps so far."""
+        """Number of optimiser steps so far."""
         return self.own.updates
 
     @property
     def noted(self) -> dict[str, np.ndarray]:
-        """See `Learner.noted`, of the samples of all ranks."""
+        """Log-probabilities and entropies of the samples of all ranks, see `Learner.noted`."""
         return self.own.noted
 
     @property
     def tokens_referenced(self) -> float:
-        """Tokens of the samples that went through the layers of all ranks so far, each pass counted."""
+        """Number of sample tokens that went through the layers of all ranks so far, each pass counted."""
         return self.own.meter.counts.tokens_referenced + sum(done.tokens_referenced for done in self._answers.values())
 
     @property
     def tokens_computed(self) -> float:
-        """Of these, what is left when a beginning that samples of a micro-batch share counts once."""
+        """Number of these tokens when a prefix shared by samples of a micro-batch counts once."""
         return self.own.meter.counts.tokens_computed + sum(done.tokens_computed for done in self._answers.values())
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -123,22 +123,22 @@ class LearnerGroup:
         self._together(Forget(), self.own.forget_features)
 
     def save(self, folder: Path, step: int, platform: Platform, state: dict[str, Any], keep: int) -> Path:
-        """See `save_learner`; this rank alone writes, unless each has a part."""
+        """Saves a checkpoint, see `save_learner`; only rank 0 writes, unless the policy is sharded."""
         work = partial(save_learner, folder, step, self.own, platform, state, keep)
         if self.own.is_divided:
             return self._together(Save(str(folder.absolute()), step, keep), work)
         if self._world is not None:
-            self.forget_features()  # those of the others; this one's are when it saves
+            self.forget_features()  # in the other ranks; `save_learner` does so in this one
         return work()
 
     def load(self, path: Path, platform: Platform) -> tuple[int, dict[str, Any]]:
-        """See `load_learner`; every rank reads the same files."""
+        """Loads a checkpoint, see `load_learner`; every rank reads the same files."""
         state = self._together(Load(str(path.absolute())), partial(load_learner, path, self.own, platform))
         self._compare("load")
         return state
 
     def _together(self, asked: Work, work: Callable[[], T], samples: Sequence[Sample] = ()) -> T:
-        """Does the work; every other rank does the same, as it is `asked`, and says what came of it."""
+        """Does the work, while every other rank does the same on the command `asked`, and answers."""
         if self._world is None:
             return work()
         packed = self._writer.pack(samples)
@@ -152,7 +152,7 @@ class LearnerGroup:
         return result
 
     def _look(self) -> None:
-        """Raises what another rank has to say: first that one is gone, since others then fail because of that."""
+        """Raises errors of other ranks: first that one is gone, since others then fail because of it."""
         for channel in self._channels:
             channel.check_alive()
         for channel in self._channels:
@@ -179,7 +179,7 @@ class LearnerGroup:
 
 
 class _Follower:
-    """A learner that does what rank 0 says."""
+    """A learner that executes the commands of rank 0."""
 
     def __init__(self, new: Callable[[], Learner], world: World, platform: Platform) -> None:
         self._new = new
@@ -221,7 +221,7 @@ class _Follower:
 
 
 def follow(new: Callable[[], Learner], platform: Platform) -> HandlerFactory:
-    """Those of a process that learns, and may sample, see `rollout.serve`; `new` makes its learner."""
+    """Handlers of a process that learns, and may sample, see `engines.serve`; `new` makes its learner."""
 
     def duties(world: World, engine: LocalEngine) -> Handlers:
         def weights_changed(message: WeightsChanged) -> None:
@@ -233,10 +233,10 @@ def follow(new: Callable[[], Learner], platform: Platform) -> HandlerFactory:
 
 
 def guarded_work(work: Callable[[], T], world: World, look: Callable[[], None]) -> T:
-    """Runs work that meets the other ranks in collectives, see `guarded`.
+    """Runs work with collectives over all ranks, see `guarded`.
 
-    What the work refuses is raised as it is. What else ends it, such as a collective that waited for `sync.timeout_s`,
-    becomes a LearnerError.
+    LearnerErrors and ValueErrors of the work are raised unchanged. Other errors, such as a collective that waited for
+    `sync.timeout_s`, become a LearnerError.
     """
     results: list[T] = []
     refusals: list[Exception] = []
@@ -262,10 +262,10 @@ def guarded_work(work: Callable[[], T], world: World, look: Callable[[], None]) 
 
 
 def sums_of_bits(learner: Learner) -> dict[str, int]:
-    """A number for each trained tensor that this rank has as a whole, the weights of a divided policy in the copy that
-    follows it: the sum of its bits, read as integers. Equal weights have equal sums.
+    """Checksum of each trained tensor of which this rank has all values, for a sharded policy in its full copy: the sum
+    of its bits, read as integers. Equal weights have equal sums.
     """
-    own = {name: p for name, (p, _) in trained_by(learner).items() if divided(master(p)) is None}
+    own = {name: p for name, (p, _) in trained_by(learner).items() if sharded(master(p)) is None}
     tensors = {name: p.detach() for name, p in (learner.whole.trainable() | own).items()}
     sums = [tensor.view(BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors.values()]
     return dict(zip(tensors, torch.stack(sums).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Messages between learners: work, and samples bit by bit. Each segment travels once, however many samples have it."""
+"""Messages between learners: work, and samples bit by bit. A segment that several samples share is sent once."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class SampleEntry(msgspec.Struct, frozen=True):
     states: list[str | None]
     with_observations: bool
     scores: list[ArrayEntry | None]
-    """In the order of `SCORES`."""
+    """Arrays in the order of `SCORES`."""
     credit: list[ArrayEntry] | None
-    """In the order of `CREDIT`."""
+    """Arrays in the order of `CREDIT`."""
 
 
 class Samples(msgspec.Struct, frozen=True):
@@ -60,21 +60,21 @@ class Samples(msgspec.Struct, frozen=True):
     samples: list[SampleEntry]
     images: Images
     token_ids: bytes
-    """int64, of all segments."""
+    """int64: token ids of all segments."""
     logprobs: bytes
-    """float64, of all actions."""
+    """float64: log-probabilities of all actions."""
     weight_versions: bytes
-    """int64, of all actions."""
+    """int64: weight versions of all actions."""
     routes: bytes
-    """int16, of all actions that have them."""
+    """int16: routes of all actions that have them."""
     rewards: bytes
-    """float64: that of each segment, then reward and outcome of each sample."""
+    """float64: reward of each segment, then reward and outcome of each sample."""
     arrays: bytes
     """Scores and credit of each sample, one after the other."""
 
 
 class BeginLearning(msgspec.Struct, frozen=True, tag=True):
-    """Makes the learner."""
+    """Command to make the learner."""
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
@@ -123,23 +123,23 @@ Work = BeginLearning | Score | Logprobs | Step | Supervise | Forget | Save | Loa
 
 
 class Learn(Message):
-    """Lets another rank do the same work as rank 0; answered by `Done`."""
+    """Command to another rank to do the same work as rank 0; answered by `Done`."""
 
     work: Work
     samples: Samples
 
 
 class Done(Message):
-    """The work is done."""
+    """Answer after the work is done."""
 
     sums: list[int]
-    """See `sums_of_bits`."""
+    """Checksums of the weights, see `sums_of_bits`."""
     tokens_referenced: float
     tokens_computed: float
 
 
 class SampleWriter:
-    """The side of the rank that has the samples; all readers get the same messages."""
+    """Packs samples, in the rank that has them; all readers get the same messages."""
 
     def __init__(self) -> None:
         self._images = ImageWriter()
@@ -175,7 +175,7 @@ class SampleWriter:
 
 
 def _entry(sample: Sample, numbers: dict[int, int], arrays: list[bytes]) -> SampleEntry:
-    """The bytes of its arrays are added to `arrays`."""
+    """Makes the entry of a sample, and appends the bytes of its arrays to `arrays`."""
 
     def entry(array: np.ndarray) -> ArrayEntry:
         arrays.append(array.tobytes())
@@ -197,15 +197,15 @@ def _entry(sample: Sample, numbers: dict[int, int], arrays: list[bytes]) -> Samp
 
 
 class SampleReader:
-    """The other side."""
+    """Unpacks samples, in the other ranks."""
 
     def __init__(self, special: SpecialTokens) -> None:
-        """`special` are those of the model that the samples are for."""
+        """`special` are the special tokens of the model."""
         self._special = special
         self._images = ImageReader()
 
     def unpack(self, message: Samples) -> list[Sample]:
-        """Raises ValueError when a segment is not a valid one, or an image not the one that its hash names."""
+        """Reads the samples back. Raises ValueError when a segment is invalid, or an image does not have its hash."""
         images = self._images.unpack(message.images)
         rewards = iter(np.frombuffer(message.rewards, FLOATS).tolist())
         segments = self._segments(message, images, rewards)
@@ -253,14 +253,14 @@ class SampleReader:
 
 
 class _Arrays:
-    """Arrays that stand one behind the other in a blob."""
+    """Reader of consecutive arrays in a blob."""
 
     def __init__(self, blob: bytes) -> None:
         self._blob = blob
         self._offset = 0
 
     def read(self, entry: ArrayEntry) -> np.ndarray:
-        """The next one."""
+        """Reads the next array."""
         array = np.frombuffer(self._blob, entry.dtype, entry.length, self._offset).copy()
         self._offset += array.nbytes
         return array

@@ -1,4 +1,4 @@
-"""What went through the models, counted where it happens, and how fast that was."""
+"""Counts of tokens, images and operations of an update, and its throughput."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from npu_vlrl.types import Sample
 
 @dataclass
 class Counts:
-    """Of this rank, since the start; each pass counts."""
+    """Counts of this rank since the start; each pass counts."""
 
     tokens_referenced: float = 0
     """Tokens of samples that went through the layers."""
     tokens_computed: float = 0
-    """What is left when a beginning that samples of a micro-batch share counts once, and idle tokens are added."""
+    """Tokens that went through the layers: a shared prefix in a micro-batch counts once, and idle tokens count."""
     tokens_idle: float = 0
-    """Of micro-batches without a sample, which keep ranks in step."""
+    """Tokens of micro-batches without a sample, which keep ranks in step."""
     micro_batches: float = 0
     images_referenced: float = 0
     images_encoded: float = 0
     flops: float = 0
-    """See `flops.py`."""
+    """Floating-point operations, see `flops.py`."""
 
 
 class Meter:
-    """Counts passes, and describes those between `begin` and `metrics`."""
+    """Counts passes; `metrics` describes those since `begin`."""
 
     def __init__(self, platform: Platform, ranks: Ranks, micro_batch_tokens: int) -> None:
         self.counts = Counts()
@@ -48,7 +48,7 @@ class Meter:
         self._before = self._now()
 
     def planned(self, batches: Sequence[MicroBatch], tokens_referenced: int) -> None:
-        """Micro-batches of this rank, and the tokens of their samples."""
+        """Counts micro-batches of this rank, and the tokens of their samples."""
         self.counts.tokens_referenced += tokens_referenced
         self.counts.micro_batches += len(batches)
         self.counts.tokens_computed += sum(len(batch.token_ids_T) for batch in batches)
@@ -60,7 +60,7 @@ class Meter:
         return self._models[policy]
 
     def cost(self, policy: Policy, samples: Sequence[Sample], tree: Tree) -> float:
-        """Operations of an update on samples: the same number on every rank, whatever features it has kept."""
+        """Operations of an update on samples: the same number on every rank, independent of its cached features."""
         model = self.flops(policy)
         images = {image.image.hash: image for sample in samples for image in sample.images}
         scored = sum(sample.n_scored for sample in samples)
@@ -68,24 +68,24 @@ class Meter:
         return layers + model.head(scored, train=True) + model.tower(list(images.values()), train=True)
 
     def layers(self, policy: Policy, batch: MicroBatch, vision: VisionFeatures, before: tuple[int, int]) -> None:
-        """A micro-batch went through the layers, and its new images through the tower. `before`: what `vision` had
-        counted, as referenced and encoded.
+        """Counts a micro-batch that went through the layers, and its new images through the tower. `before`: referenced
+        and encoded images that `vision` had counted before.
         """
         model, train = self.flops(policy), torch.is_grad_enabled()
         referenced, encoded = vision.referenced - before[0], vision.encoded - before[1]
         self.counts.images_referenced += referenced
         self.counts.images_encoded += encoded
         self.counts.flops += model.layers(len(batch.token_ids_T), seen_pairs(batch.tree), train)
-        if encoded:  # which of them were kept is not known
+        if encoded:  # which images were cached is not known
             self.counts.flops += model.tower(batch.images, train) * encoded / len(batch.images)
 
     def head(self, policy: Policy, scored: int) -> None:
-        """That many tokens were scored."""
+        """Counts tokens that were scored."""
         self.counts.flops += self.flops(policy).head(scored, torch.is_grad_enabled())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which nothing that goes through the models counts."""
+        """Context in which passes do not count."""
         kept = replace(self.counts)
         try:
             yield
@@ -96,7 +96,7 @@ class Meter:
         self._before = self._now()
 
     def metrics(self) -> dict[str, float]:
-        """Of all ranks together, since `begin`. `update/mfu` only for a device whose peak is published."""
+        """Metrics of all ranks together since `begin`; `update/mfu` only for a device whose peak is published."""
         before, now = self._before, self._now()
         local = torch.tensor([b - a for a, b in zip(before, now, strict=True)], dtype=torch.float64)
         everyone = torch.stack(self._ranks.gather(local))
@@ -113,7 +113,7 @@ class Meter:
             "computed_tokens_per_second": counts.tokens_computed / seconds,
             "tflop": counts.flops / 1e12,
         }
-        if counts.tokens_referenced:  # of no tokens there are no shares
+        if counts.tokens_referenced:  # shares of no tokens are undefined
             metrics |= {
                 "tokens_shared": 1 - (counts.tokens_computed - counts.tokens_idle) / counts.tokens_referenced,
                 "padding": counts.tokens_idle / counts.tokens_computed,

@@ -1,8 +1,8 @@
-"""AdamW in float32 whatever the weights are in, and a step that an unusable gradient skips.
+"""AdamW in float32 for weights of any dtype, and a step that is skipped for gradients that are not finite.
 
-A step of AdamW moves a weight by about the learning rate. At 1e-6 that is 5e-5 of a weight of 0.02, and bfloat16 keeps
-8 bits: a step of less than 2^-9 of a weight is rounded away. So a weight of 16 bits has a master: a copy in float32,
-which the optimiser steps, and which the weight is rounded from after each step.
+A step of AdamW moves a weight by about the learning rate. At 1e-6 that is 5e-5 of a weight of 0.02, and bfloat16 has 8
+bits: a step of less than 2^-9 of a weight is lost to rounding. So a weight of 16 bits has a master: a float32 copy that
+the optimiser steps, and from which the weight is rounded after each step.
 
 Bytes a trained parameter:
 
@@ -10,7 +10,7 @@ Bytes a trained parameter:
     bfloat16            2        4         8          4         18
     float32             4        -         8          4         16
 
-Of a policy that is divided over ranks (`shard.py`) it steps the rows that this rank holds.
+For a sharded policy (`shard.py`) the optimiser steps the rows of this rank.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from npu_vlrl.config import OptimConfig
 
 
 def new_optimizer(parameters: dict[str, nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    """Steps `parameters`, those of 16 bits through their masters, which begin as the weights are now.
+    """Makes an optimiser of `parameters`; those of 16 bits are stepped through masters, which begin as copies.
 
-    A weight has one master, that of the newest optimiser. Gradients of several backward passes are added up in float32:
-    in bfloat16 a sum of ones never passes 256.
+    A weight has one master, that of the newest optimiser. Gradients of several backward passes are accumulated in
+    float32: in bfloat16 a sum of ones never exceeds 256.
     """
     narrow = [p for p in parameters.values() if p.dtype.itemsize < 4]
     for weight in narrow:
@@ -46,27 +46,27 @@ def new_optimizer(parameters: dict[str, nn.Parameter], optim: OptimConfig) -> to
 
 
 def master(parameter: Tensor) -> Tensor:
-    """What the optimiser steps: a float32 tensor of the same shape, the rows of this rank where the parameter is
-    divided, or the parameter itself where it is wide.
+    """Tensor that the optimiser steps: a float32 copy, the rows of this rank where the parameter is sharded, or the
+    parameter itself where it has 32 bits.
     """
     return getattr(parameter, "master", parameter)
 
 
-def divided(tensor: Tensor) -> nn.Parameter | None:
-    """The parameter that `tensor` is this rank's rows of; None for a tensor that every rank has."""
+def sharded(tensor: Tensor) -> nn.Parameter | None:
+    """The sharded parameter of which `tensor` is this rank's rows; None for a tensor that every rank has in full."""
     return getattr(tensor, "rows_of", None)
 
 
-def give_rows(parameter: nn.Parameter, rows: Tensor) -> None:
-    """Lets an optimiser of `parameter` step `rows`, what this rank holds of it."""
+def set_shard(parameter: nn.Parameter, rows: Tensor) -> None:
+    """Sets `rows`, this rank's shard of `parameter`, as the tensor that optimisers step."""
     parameter.master = rows  # type: ignore[attr-defined]
     rows.rows_of = parameter  # type: ignore[attr-defined]
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What a step reads and writes, in the order of the parameters: the same on every rank.
+    """Tensors that a step reads and writes, in the order of the parameters, which is the same on every rank.
 
-    The `.grad` of each is what `step_or_skip` clips, float32 for weights of 16 bits; None where nothing came.
+    Their `.grad`, which `step_or_skip` clips, is float32 for weights of 16 bits, and None without a gradient.
     """
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
@@ -78,14 +78,14 @@ def step_or_skip(
     skip: bool = False,
     add: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> float | None:
-    """Steps with the clipped gradients, and forgets them; returns their norm before clipping.
+    """Steps with the clipped gradients, and clears them; returns their norm before clipping.
 
-    None, and no change of weights and masters, when `skip` is set or the norm is not finite. `add` sums a tensor of the
-    host over the ranks that parameters are divided over.
+    With `skip`, or when the norm is not finite, weights and masters stay unchanged and the result is None. `add` sums a
+    tensor of the host over the ranks of a sharded policy.
     """
     tensors = stepped(optimizer)
-    if any(divided(tensor) is not None for tensor in tensors):
-        norm = _clip_divided(tensors, max_grad_norm, add)
+    if any(sharded(tensor) is not None for tensor in tensors):
+        norm = _clip_sharded(tensors, max_grad_norm, add)
     else:
         norm = torch.nn.utils.clip_grad_norm_(tensors, max_grad_norm)
     usable = not skip and bool(torch.isfinite(norm))
@@ -97,11 +97,13 @@ def step_or_skip(
     return float(norm) if usable else None
 
 
-def _clip_divided(tensors: Sequence[Tensor], max_norm: float, add: Callable[[Tensor], Tensor]) -> Tensor:
-    """As `clip_grad_norm_`; returns the norm of whole gradients, the same bits on every rank."""
+def _clip_sharded(tensors: Sequence[Tensor], max_norm: float, add: Callable[[Tensor], Tensor]) -> Tensor:
+    """Clips the gradients of shards like `clip_grad_norm_`; returns the norm of the full gradients, the same bits on
+    every rank.
+    """
 
     def square(in_parts: bool) -> Tensor:
-        chosen = [t.grad for t in tensors if t.grad is not None and (divided(t) is not None) is in_parts]
+        chosen = [t.grad for t in tensors if t.grad is not None and (sharded(t) is not None) is in_parts]
         return torch.nn.utils.get_total_norm(chosen).cpu().double().square()
 
     norm = (square(in_parts=False) + add(square(in_parts=True))).sqrt()
@@ -114,13 +116,13 @@ def _clip_divided(tensors: Sequence[Tensor], max_norm: float, add: Callable[[Ten
 
 def _give_master(weight: nn.Parameter) -> None:
     if not hasattr(weight, "master"):
-        # as soon as a backward pass is done with a weight: 16 bits of gradient exist for one weight at a time
+        # runs as soon as a weight's gradient is complete: gradients of 16 bits exist for one weight at a time
         weight.register_post_accumulate_grad_hook(_widen_gradient)  # type: ignore[no-untyped-call]
     weight.master = weight.detach().float().requires_grad_()  # type: ignore[attr-defined]
 
 
 def _widen_gradient(weight: Tensor) -> None:
-    """Adds the gradient of one backward pass to the master's."""
+    """Moves the gradient of one backward pass to the master, in float32."""
     wide = master(weight)
     assert weight.grad is not None and wide is not weight
     if wide.grad is None:
@@ -138,5 +140,5 @@ def _round(weights: Iterable[nn.Parameter], masters: Iterable[Tensor]) -> None:
     moved = [(weight, wide) for weight, wide in pairs if wide.grad is not None]
     if moved:
         torch._foreach_copy_([weight for weight, _ in moved], [wide for _, wide in moved])
-        # what writes lists of tensors need not count it, and only what counts is sent to engines (sync/weights.py)
+        # writes to lists of tensors may not be counted, and only counted changes are sent to engines (sync/weights.py)
         torch.autograd.graph.increment_version([weight for weight, _ in moved])

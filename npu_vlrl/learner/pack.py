@@ -1,4 +1,4 @@
-"""Samples -> micro-batches: one packed sequence each, images once, tensors derived from segments at the last moment."""
+"""Packs samples into micro-batches: one packed sequence each, images once, tensors derived from segments at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npu_vlrl.model.routing import Routing
 from npu_vlrl.types import Credit, ImageInput, Sample
 
 Cost = Callable[[Sequence[Sample], Tree], float]
-"""How much work samples are, with their tree."""
+"""Function that estimates the operations of samples with their tree."""
 
 
 @dataclass(frozen=True)
@@ -25,42 +25,42 @@ class MicroBatch:
 
     sample_ids: tuple[str, ...]
     token_ids_T: Tensor
-    """int64 [T]: what several samples begin with stands here once."""
+    """int64 [T]: a prefix that several samples share occurs once."""
     position_ids_3T: Tensor
     """int64 [3, T]: rotary positions (time, height, width), counted from the beginning of a sample."""
     tree: Tree
-    """Which token sees which."""
+    """Prefix tree, which determines the tokens that each token sees."""
     images: tuple[ImageInput, ...]
     """Distinct images; each is encoded once."""
     image_order: tuple[int, ...]
-    """For each image occurrence in token order, its index in `images`."""
+    """Index in `images` of each occurrence of an image, in token order."""
     before_N: Tensor
     """int64 [N]: index in T of the token *before* each scored token, whose hidden state predicts it."""
     target_ids_N: Tensor
     """int64 [N]"""
     sample_N: Tensor
-    """int64 [N]: which sample of the micro-batch each scored token belongs to."""
+    """int64 [N]: index in the micro-batch of each scored token's sample."""
     sampled_N: Tensor
-    """bool [N]: which of the scored tokens the policy sampled."""
+    """bool [N]: whether the policy sampled the token."""
     behaviour_N: Tensor
-    """float32 [N]: log-probabilities under the policy that sampled; those of the proximal one where nobody did."""
+    """float32 [N]: log-probabilities under the behaviour policy; under the proximal one for tokens not sampled."""
     versions_N: Tensor
-    """int64 [N]: of the weights that sampled each token; -1 where nobody did."""
+    """int64 [N]: version of the weights that sampled each token; -1 for tokens not sampled."""
     proximal_N: Tensor | None
     reference_N: Tensor | None
     values_N: Tensor | None
-    """float32 [N] each; see `Scores`."""
+    """Scores, float32 [N] each; see `types.Scores`."""
     advantages_N: Tensor
     returns_N: Tensor
     critic_N: Tensor
-    """See `Credit`; zeros where nothing was estimated."""
+    """Credit, see `types.Credit`; zeros before an estimator has run."""
     routing: Routing | None = None
-    """Replays the experts that sampled, where the engine recorded them."""
+    """Replay of the experts that sampled, where the engine recorded them."""
     images_elsewhere: bool = False
     """Whether the micro-batch that another rank computes at the same time has images, and this one has none."""
 
     def is_of(self, version: int | None) -> Tensor:
-        """bool [N]: which tokens this version of the weights sampled; None: any version."""
+        """bool [N]: whether this version of the weights sampled the token; None: any version."""
         return self.sampled_N if version is None else self.versions_N == version
 
 
@@ -71,13 +71,13 @@ def plan_ranks(
     ranks: int,
     cost: Cost,
 ) -> list[list[list[int]]]:
-    """For each rank its micro-batches: indices of samples with up to `max_tokens` distinct tokens together;
-    `placeholder` is that of images. All ranks have as many: what has nothing left to do gets empty ones, for every rank
-    must take part in what all do together.
+    """Plans the micro-batches of each rank: indices of samples with up to `max_tokens` distinct tokens together;
+    `placeholder` is that of images. All ranks have equally many: a rank with fewer gets empty ones, since every rank
+    must take part in all collectives.
 
-    A group stays together, so that what its members share is computed once; only one that is too large is divided,
-    between members that share least. Best fit, largest first. A sample over `max_tokens` stands alone. What stays
-    together goes to a rank as a whole; `cost` says how much work it is, by its samples and their tree.
+    A group stays together, so that its shared prefixes are computed once; only a group that is too large is split,
+    between members that share least. Bins are filled by best fit, largest first. A sample over `max_tokens` is alone.
+    Samples that stay together go to one rank; `cost` estimates their operations, from the samples and their tree.
     """
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -99,7 +99,7 @@ def plan_ranks(
 def batches_of_rank(
     samples: Sequence[Sample], max_tokens: int, policy: Policy, ranks: tuple[int, int], cost: Cost
 ) -> list[MicroBatch]:
-    """What `plan_ranks` plans for one rank; `ranks` are its number and how many there are."""
+    """Micro-batches of one rank by `plan_ranks`; `ranks` are the rank and the number of ranks."""
     rank, size = ranks
     planned = plan_ranks(samples, max_tokens, policy.special.image, size, cost)
     with_images = [any(samples[i].images for unit in units for i in unit) for units in zip(*planned, strict=True)]
@@ -114,8 +114,8 @@ def batches_of_rank(
 
 
 def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Indices of what each rank takes: the costliest first, each to the rank that has least (Graham 1969, "Bounds on
-    multiprocessing timing anomalies": the most that one takes is within 4/3 of the best possible).
+    """Assigns items to ranks, as indices: the costliest first, each to the rank with the smallest sum (Graham 1969,
+    "Bounds on multiprocessing timing anomalies": the largest sum is within 4/3 of the optimum).
     """
     taken: list[list[int]] = [[] for _ in range(ranks)]
     load = [0.0] * ranks
@@ -127,7 +127,7 @@ def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def fit(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Indices of what goes together into bins of `room`: best fit, largest first. What is larger stands alone.
+    """Packs items into bins of `room`, as indices: best fit, largest first. A larger item is alone.
 
     Every index occurs exactly once, and the result depends on the sizes only.
     """
@@ -146,10 +146,10 @@ def fit(sizes: Sequence[int], room: int) -> list[list[int]]:
 
 
 def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
-    """Packs samples, each shared beginning once; the arrays over N stand in the given order of samples.
+    """Packs samples, each shared prefix once; the arrays over N are in the given order of samples.
 
-    Raises ValueError for a sample without trained tokens, or one that begins with a trained token, which nothing would
-    predict.
+    Raises ValueError for a sample without trained tokens, or one that begins with a trained token, which has no context
+    to predict it.
     """
     shared = share([_keys(sample, policy.special.image) for sample in samples])
     token_ids_T = np.zeros(shared.n_tokens, np.int64)
@@ -158,7 +158,7 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
     images: dict[str, ImageInput] = {}
     slots: dict[str, int] = {}
     seen: dict[int, int] = {}
-    """For each occurrence of an image, by the place of its first token, its index in `images`."""
+    """Index in `images` of each occurrence of an image, by the position of its first token."""
     for number, (sample, places) in enumerate(zip(samples, shared.places, strict=True)):
         ids, at = np.asarray(sample.token_ids), _scored_positions(sample)
         token_ids_T[places] = ids
@@ -228,9 +228,9 @@ def _routing(
 
 
 def idle(like: Sample, policy: Policy) -> MicroBatch:
-    """One token of which nothing is asked: its loss is 0, and so is every gradient, yet all layers run.
+    """Micro-batch of one token without a loss: its loss and all gradients are 0, yet all layers run.
 
-    `like`: a sample of the batch; the arrays that it has are there, and empty.
+    `like`: a sample of the batch; its arrays exist here, and are empty.
     """
     device = policy.device
     none, nowhere = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int64, device=device)
@@ -259,7 +259,7 @@ def idle(like: Sample, policy: Policy) -> MicroBatch:
 
 
 def _scored_positions(sample: Sample) -> np.ndarray:
-    """int [N]: where in the sample its scored tokens stand."""
+    """int [N]: positions of the scored tokens in the sample."""
     scored = [i in sample.scored for i, segment in enumerate(sample.segments) for _ in segment.token_ids]
     if not any(scored) or scored[0]:
         raise ValueError(f"sample {sample.id} has no trained token with a context before it")
@@ -267,7 +267,7 @@ def _scored_positions(sample: Sample) -> np.ndarray:
 
 
 def _keys(sample: Sample, placeholder: int | None) -> np.ndarray:
-    """int64: the sample's tokens, where equal values are equal inputs: placeholders tell which picture they are of."""
+    """int64: keys of the sample's tokens, equal exactly for equal inputs: those of placeholders identify the image."""
     ids = np.asarray(sample.token_ids, dtype=np.int64)
     if sample.images:
         keys = [-1 - int(image.image.hash[:15], 16) for image in sample.images]

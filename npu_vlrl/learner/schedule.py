@@ -9,8 +9,8 @@ from npu_vlrl.config import Config, OptimConfig
 
 def learning_rate(config: OptimConfig, step: int, total: int, in_step: int = 1) -> float:
     """The rate of optimiser step `step` (from 0) of `total`, `in_step` of which make a step of training: linear warm-up
-    to `lr`, then constant, or down to 0 along a line or half a cosine. A run that is resumed with another `total` goes
-    on with the rate that the new one gives.
+    to `lr`, then constant, or decay to 0 along a line or half a cosine. A run that is resumed with another `total` uses
+    the schedule of the new one.
     """
     warmup = config.warmup_steps * in_step
     if step < warmup:
@@ -25,8 +25,8 @@ def learning_rate(config: OptimConfig, step: int, total: int, in_step: int = 1) 
 
 
 def rate_jump(before: Config, now: Config, updates: int) -> str | None:
-    """Says by how much the learning rate jumps after `updates` optimiser steps, where a run is resumed with another
-    `train.steps`; None where it does not.
+    """Warning about a jump of the learning rate after `updates` optimiser steps, where a run is resumed with another
+    `train.steps`; None where there is none.
     """
     optim, in_step = now.optim, now.algorithm.updates * now.algorithm.epochs
     steps = before.train.steps, now.train.steps

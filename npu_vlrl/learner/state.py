@@ -12,20 +12,20 @@ from torch import Tensor
 from npu_vlrl.hardware import Platform
 from npu_vlrl.learner import checkpoint
 from npu_vlrl.learner.checkpoint import Checkpoint, CheckpointError, Stored
-from npu_vlrl.learner.optimizer import divided, master
+from npu_vlrl.learner.optimizer import master, sharded
 from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 MASTER = "master"
 DTYPES = ("F32", "BF16")
-"""Of saved tensors, as safetensors names them."""
+"""Dtypes of saved tensors, as safetensors names them."""
 
 UNSTEPPED = "unstepped"
-"""In the state: trained tensors that the optimiser knows nothing of yet. Earlier releases did not write it."""
+"""Key of the state: trained tensors that were not stepped yet. Earlier releases did not write it."""
 
 CRITIC = "critic."
-"""What the names of a critic's weights begin with."""
+"""Prefix of the names of a critic's weights."""
 
 
 def save_learner(
@@ -33,12 +33,12 @@ def save_learner(
 ) -> Path:
     """Writes a checkpoint with the trained weights, the optimiser, the random states and `state` (JSON values).
 
-    Where the policy is divided over ranks all of them call it, and the first one's `state` is written.
+    All ranks of a sharded policy call it, and the `state` of rank 0 is written.
 
-    The masters of weights of 16 bits are part of the optimiser: a weight does not tell what it was rounded from.
+    The masters of weights of 16 bits are part of the optimiser, since weights do not determine them.
 
-    Frozen weights are those of `model.path` and are not written. Vision features are forgotten, so that a run that goes
-    on computes what a resumed one does, bit by bit.
+    Frozen weights are those of `model.path` and are not written. Vision features are dropped, so that a run that
+    continues computes the same bits as a resumed one.
     """
     learner.forget_features()
     trained = trained_by(learner)
@@ -50,7 +50,7 @@ def save_learner(
     }
     unstepped = [name for name, (p, optimizer) in trained.items() if master(p) not in optimizer.state]
     masters = {f"{MASTER}.{name}": master(p) for name, (p, _) in trained.items() if p.dtype.itemsize < 4}
-    rows = {name: learner.ranks.rows(len(p)) for name, (p, _) in trained.items() if divided(master(p)) is not None}
+    rows = {name: learner.ranks.rows(len(p)) for name, (p, _) in trained.items() if sharded(master(p)) is not None}
     places = {name: (held.start, len(trained[name][0])) for name, held in rows.items()}
     content = Checkpoint(
         step,
@@ -66,8 +66,8 @@ def save_learner(
 def load_learner(path: Path, learner: Learner, platform: Platform) -> tuple[int, dict[str, Any]]:
     """Restores what `save_learner` wrote; returns (steps done, state).
 
-    The run that wrote it may have had weights of another dtype. Masters that it had none of begin as its weights. It
-    may have divided its policy over any number of ranks, or not at all: each rank reads the rows that it holds.
+    The run that wrote it may have had weights of another dtype; masters that it did not have begin as its weights. Its
+    policy may have been sharded over any number of ranks, or not at all: each rank reads its own rows.
     Raises CheckpointError, before anything is restored, when the checkpoint belongs to another model or lacks some of
     the optimiser's tensors, naming what differs.
     """
@@ -80,7 +80,7 @@ def load_learner(path: Path, learner: Learner, platform: Platform) -> tuple[int,
     _check_optimizer(content, path, parameters, stepped=updates > 0 and not skipped)
     for name, (parameter, optimizer) in trained.items():
         stepped = master(parameter)
-        rows = None if divided(stepped) is None else learner.ranks.rows(len(parameter))
+        rows = None if sharded(stepped) is None else learner.ranks.rows(len(parameter))
         with torch.no_grad():
             wide = f"{MASTER}.{name}"
             stepped.copy_(moved.read(wide, rows) if wide in moved else weights.read(name, rows))
@@ -99,7 +99,7 @@ def load_learner(path: Path, learner: Learner, platform: Platform) -> tuple[int,
 def load_policy(path: Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     """Puts the weights of a checkpoint into a policy, one at a time; returns (steps done, state).
 
-    Weights of 16 bits are rounded from their masters, as they were in the run. A critic's are left.
+    Weights of 16 bits are rounded from their masters, as in the run. A critic's weights are ignored.
     Raises CheckpointError when the checkpoint belongs to another model, naming what differs.
     """
     content = checkpoint.load(path)
@@ -114,7 +114,7 @@ def load_policy(path: Path, policy: Policy) -> tuple[int, dict[str, Any]]:
 
 
 def trained_by(learner: Learner) -> dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer]]:
-    """Everything that is trained, by name, with the optimiser that steps it."""
+    """All trained parameters by name, with the optimiser that steps each."""
     found: dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer]] = {
         name: (p, learner.optimizer) for name, p in learner.parameters.items()
     }
@@ -124,12 +124,12 @@ def trained_by(learner: Learner) -> dict[str, tuple[torch.nn.Parameter, torch.op
 
 
 def _wide(moment: Tensor) -> Tensor:
-    """In 16 bits they come from a run of the time before masters."""
+    """Converts a moment to float32; earlier releases without masters wrote moments of 16 bits."""
     return moment.to(torch.promote_types(moment.dtype, torch.float32))
 
 
 def needed(path: Path, state: dict[str, Any], key: str, kind: type) -> Any:
-    """Takes a value out of the state of a checkpoint. Raises CheckpointError when it is not there or no `kind`."""
+    """Takes a value out of the state of a checkpoint. Raises CheckpointError when it is missing or no `kind`."""
     value = state.pop(key, None)
     if not isinstance(value, kind):
         raise CheckpointError(
@@ -142,10 +142,10 @@ def needed(path: Path, state: dict[str, Any], key: str, kind: type) -> Any:
 def _check_optimizer(
     content: Checkpoint[Stored], path: Path, parameters: dict[str, torch.nn.Parameter], stepped: bool
 ) -> None:
-    """Compares the optimiser's tensors with those that belong to the parameters, some of which were surely stepped."""
+    """Compares the optimiser's tensors with those that the parameters need. `stepped`: some parameters were stepped."""
     moved, unstepped = content.optimizer, content.state.pop(UNSTEPPED, None)
     narrow = [name for name in parameters if content.weights.dtype(name) != "F32"]
-    if unstepped is None:  # of an earlier release, which may be from the time before masters
+    if unstepped is None:  # written by an earlier release, perhaps without masters
         absent = [name for name in parameters if not any(f"{moment}.{name}" in moved for moment in MOMENTS)]
         unstepped = [] if stepped and len(absent) == len(parameters) else absent
         narrow = [name for name in narrow if f"{MASTER}.{name}" in moved]
@@ -162,7 +162,7 @@ def _check_optimizer(
 
 
 def _check_layout(path: Path, saved: Stored, shapes: Mapping[str, torch.Size]) -> None:
-    """Shapes and dtypes of the optimiser's tensors: a tensor of one number would be spread over all of a weight."""
+    """Checks shapes and dtypes of the optimiser's tensors: a scalar would silently be broadcast over a weight."""
     for key, shape in shapes.items():
         if saved.shape(key) != list(shape) or saved.dtype(key) not in DTYPES:
             raise CheckpointError(
@@ -185,7 +185,7 @@ def _set_random(states: Mapping[str, Tensor], path: Path, platform: Platform) ->
 def _check_names(
     path: Path, saved: Stored, here: dict[str, torch.nn.Parameter], names: Iterable[str] | None = None
 ) -> None:
-    """`names` are those of `saved` that count, all where it is None."""
+    """Compares names, shapes and dtypes of saved weights with a model's. `names`: those to compare, None for all."""
     difference = sorted(set(saved if names is None else names) ^ here.keys())
     if difference:
         raise CheckpointError(f"checkpoint {path} is of another model: {difference[:3]} … ({len(difference)} names)")

@@ -40,7 +40,7 @@ Metrics = list[dict[str, Tensor]]
 
 
 class Learner:
-    """Owns the optimiser of a policy, and the frozen reference that KL is measured against."""
+    """Trains a policy: has its optimiser, and the frozen reference of the KL divergence."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class Learner:
     ) -> None:
         """`temperature` is that of the rollouts; `total_steps` is the number of calls of `step` in the whole run.
 
-        Of several `ranks` each is given all samples, computes its share, and ends with the results of all. `platform`
-        is that of the policy's device, and else the selected one. With `divide`, which makes one of a
-        policy, a `ShardedPolicy` learns, and `policy` stays whole and follows it.
+        Each of several `ranks` gets all samples, computes its share, and ends with the results of all. `platform` is
+        that of the policy's device; None: the selected one. With `divide`, which shards a policy, a `ShardedPolicy`
+        learns, and `policy` stays its full copy.
         """
         self.whole = policy
         self.policy: Policy = divide(policy.copy()) if divide else policy
@@ -76,9 +76,9 @@ class Learner:
         self.total_updates = total_steps * self._in_step
         self.updates = 0
         self.skipped: list[str] = []
-        """Samples whose update was left out because something was not finite."""
+        """Ids of the samples whose update was skipped because a value was not finite."""
         self.noted: dict[str, np.ndarray] = {}
-        """By sample, float32 [2, N]: log-probability and entropy of its tokens when the last step first saw them."""
+        """Log-probability and entropy of each sample's tokens in their first pass of the last step, float32 [2, N]."""
         self._notes: PerToken | None = None
         self.parameters = self.policy.trainable()
         self.optimizer = new_optimizer(self.parameters, optim)
@@ -99,9 +99,9 @@ class Learner:
         self._critic_warmup = critic.warmup_steps * self._in_step
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with what the algorithm asks of the reference, of the critic and of the policy as it is now.
+        """The samples with the scores of reference, critic and current policy that the algorithm needs.
 
-        Raises LearnerError when ranks were given different samples.
+        Raises LearnerError when ranks have different samples.
         """
         self._check_ranks(samples)
         self.policy.model.train()
@@ -118,9 +118,9 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float) -> dict[str, np.ndarray]:
-        """Log-probabilities of each sample's scored tokens under the policy as it is, float32 [N], by sample.
+        """Log-probabilities of each sample's scored tokens under the current policy, float32 [N], by sample.
 
-        Nothing of it is counted, and nothing but features of pictures is kept. Raises what `score` raises.
+        The passes do not count, and leave nothing but cached features of images. Raises the errors of `score`.
         """
         self._check_ranks(samples)
         found = PerToken(samples, 1)
@@ -132,10 +132,10 @@ class Learner:
     def step(self, samples: Sequence[Sample], version: int | None = None, note: bool = False) -> dict[str, float]:
         """Trains on a batch with advantages: `updates` mini-batches of whole groups, `epochs` times.
 
-        `version` is that of the weights: `logprob_gap` is over `logprob_gap_tokens` tokens, those of that version, and
+        `version` is that of the weights: `logprob_gap` is over the `logprob_gap_tokens` tokens of that version, and
         left out where there are none. None: tokens of all versions. `note` fills `noted`.
-        Raises LearnerError, with the weights untouched, when the engine's logprobs of the first mini-batch are not the
-        learner's, and when ranks were given different samples.
+        Raises LearnerError, with the weights unchanged, when the engine's logprobs of the first mini-batch differ from
+        the learner's, and when ranks have different samples.
         """
         self._check_ranks(samples)
         self.meter.begin()
@@ -167,7 +167,7 @@ class Learner:
         return reduce_metrics(metrics) | extra | self.meter.metrics()
 
     def supervise(self, samples: Sequence[Sample], lr: float) -> float:
-        """One step of maximum likelihood on the trained tokens; returns the mean loss a token, in nats."""
+        """Takes one step of maximum likelihood on the trained tokens; returns the mean loss a token, in nats."""
         self._check_ranks(samples)
         self.policy.model.train()
         tokens = sum(sample.n_trained for sample in samples)
@@ -184,18 +184,18 @@ class Learner:
 
     @property
     def is_divided(self) -> bool:
-        """Whether each rank holds a part only, see `ShardedPolicy`."""
+        """Whether the policy is sharded, see `ShardedPolicy`."""
         return isinstance(self.policy, ShardedPolicy)
 
     def publish(self) -> None:
-        """Brings the whole policy up to the one that learns, where these are two; every rank calls it."""
+        """Copies the weights of a sharded policy to its full copy; every rank calls it."""
         if isinstance(self.policy, ShardedPolicy):
             self.policy.write_into(self.whole)
 
     def forget_features(self) -> None:
-        """Empties the caches of vision features, as they are when a run is resumed.
+        """Empties the caches of vision features, so that their state equals that of a resumed run.
 
-        The last bits of a feature depend on the pictures that went through the tower with it.
+        The last bits of a feature depend on the images that went through the tower with it.
         """
         for vision in (self.vision, self._reference_vision):
             vision.forget()
@@ -203,8 +203,8 @@ class Learner:
     def _update(
         self, samples: Sequence[Sample], version: int | None, first: bool
     ) -> tuple[Metrics, Metrics, dict[str, float | None]]:
-        """Metrics of all ranks' micro-batches, of the policy and of the critic, and the gradients' norms: None when a
-        step was skipped. While the critic warms up the policy takes no step.
+        """Takes an optimiser step. Returns the metrics of all ranks' micro-batches, of policy and critic, and the norms
+        of the gradients, None for a skipped step. While the critic warms up the policy takes no step.
         """
         learns = self.updates >= self._critic_warmup or self.critic is None
         metrics, critic_metrics, bad = Metrics(), Metrics(), set[str]()
@@ -236,11 +236,11 @@ class Learner:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.policy.model.zero_grad(set_to_none=True)
                 raise
-        # what one rank could not compute, all of them skip
+        # a step that is not finite on one rank is skipped on all
         told = [total, critic_total, *(float(sample.id in bad) for sample in samples)]
         total, critic_total, *flags = self.ranks.sum(torch.tensor(told, dtype=torch.float64)).tolist()
         named = [sample.id for sample, flag in zip(samples, flags, strict=True) if flag]
-        # the gradient of a loss that is not finite may well be: a clamp passes none of it on
+        # the gradient of a loss that is not finite may be finite: a clamp passes none of it on
         skip = bool(named) or not math.isfinite(total)
         norms: dict[str, float | None] = {}
         if self.critic is not None:
@@ -258,12 +258,14 @@ class Learner:
     def _policy_loss(
         self, batch: MicroBatch, hidden_NH: Tensor, tokens: int, samples: int, version: int | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The loss, its metrics, and which scored tokens are finite. `tokens` and `samples` are those of the update."""
+        """Returns the loss, its metrics, and whether each scored token is finite. `tokens` and `samples` count those of
+        the update.
+        """
         algorithm = self.algorithm
         logprobs_N, entropy_N = self._logprobs(batch, self.policy, hidden_NH, self.temperature)
         if self._notes is not None:
             self._notes.add(batch, torch.stack([logprobs_N, entropy_N]))
-        # without observations every scored token is trained, and nothing needs to be picked
+        # without observations every scored token is trained, and none needs to be selected
         pick = batch.sampled_N if self._with_observations and algorithm.loss_mask else slice(None)
         n_samples = len(batch.sample_ids)
         sample_N = batch.sample_N[pick]
@@ -299,7 +301,7 @@ class Learner:
         return step_or_skip(self.optimizer, self.optim.max_grad_norm, lr, skip, self.ranks.sum)
 
     def _in_turn(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
-        """The micro-batches of this rank, each to be done with before the next is asked for."""
+        """The micro-batches of this rank; sharded policies are resharded after each."""
         used = (self.policy, self.reference, self.critic.policy if self.critic else None)
         for batch in self._micro_batches(samples):
             yield batch
@@ -308,7 +310,7 @@ class Learner:
                     policy.divide()
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """Those of this rank; every rank has as many."""
+        """The micro-batches of this rank; every rank has equally many."""
         ranks = self.ranks.rank, self.ranks.size
         cost = partial(self.meter.cost, self.policy)
         batches = batches_of_rank(samples, self.optim.micro_batch_tokens, self.policy, ranks, cost)
@@ -338,13 +340,13 @@ class Learner:
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [N] of the scored tokens.
 
-        What the policy sampled is judged under what it may sample. The world may say anything, placeholders of pictures
-        included: its tokens are judged under the model's whole distribution.
+        Sampled tokens are scored without the forbidden ids. Observations may contain any id, placeholders of images
+        included, so their tokens are scored under the model's full distribution.
         """
 
         def of(at: Tensor | slice, forbidden_V: Tensor | None) -> tuple[Tensor, Tensor]:
             hidden, targets = hidden_NH[at], batch.target_ids_N[at]
-            if not len(targets):  # kernels need a row; the result is still tied to the layers and the head
+            if not len(targets):  # kernels need a row; the result still depends on the layers and the head
                 nothing = (hidden + policy.head_weight[:0]).sum(1)
                 return nothing, nothing
             chunk = self.optim.logprob_chunk
@@ -370,7 +372,7 @@ class Learner:
 
     @torch.no_grad()
     def _scores(self, batch: MicroBatch) -> Tensor:
-        """float32: a row [N] for each of `_asked`."""
+        """Scores of a micro-batch, float32: a row [N] for each of `_asked`."""
         found = []
         for name in self._asked():
             if name == "proximal_N":

@@ -1,4 +1,4 @@
-"""Which tokens sequences share: each beginning is kept once, however many sequences have it."""
+"""Prefix sharing: merges sequences into a tree in which each shared prefix occurs once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from npu_vlrl.kernels.tree import Tree
 
 @dataclass(frozen=True)
 class Shared:
-    """Sequences laid over each other. T counts the tokens that are left."""
+    """Merged sequences. T counts the distinct tokens."""
 
     places: tuple[np.ndarray, ...]
-    """int64: for each sequence, where in T each of its tokens stands."""
+    """int64: for each sequence, the position in T of each of its tokens."""
     tree: Tree
 
     @property
@@ -24,8 +24,8 @@ class Shared:
 
 
 def divide(sequences: Sequence[np.ndarray], max_tokens: int) -> list[list[int]]:
-    """Indices of sequences that together have up to `max_tokens` distinct tokens, cut where they share least to the eye
-    of one pass in sorted order. One with more tokens stands alone.
+    """Splits sequences into parts of up to `max_tokens` distinct tokens, as indices: one pass in sorted order, in which
+    neighbours share most. A longer sequence is alone.
     """
     parts: list[list[int]] = []
     size, before = 0, np.zeros(0, np.int64)
@@ -43,10 +43,10 @@ def divide(sequences: Sequence[np.ndarray], max_tokens: int) -> list[list[int]]:
 
 
 def share(sequences: Sequence[np.ndarray]) -> Shared:
-    """Lays sequences over each other. Equal values at the front are the same token: a picture's placeholders must
-    differ from those of another picture.
+    """Merges sequences. Equal leading values become one token: an image's placeholders must differ from those of
+    another image.
 
-    Every sequence needs at least one token. The result does not depend on anything but the sequences and their order.
+    Every sequence needs at least one token. The result depends on the sequences and their order alone.
     """
     order = sorted(range(len(sequences)), key=lambda i: (_sortable(sequences[i]), i))
     places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(sequences)
@@ -62,7 +62,7 @@ def share(sequences: Sequence[np.ndarray]) -> Shared:
         if len(own) and not goes_on:
             starts.add(total)
         if 0 < same < len(path) and path[same] == path[same - 1] + 1:
-            starts.add(int(path[same]))  # the run divides here
+            starts.add(int(path[same]))  # the run branches here
         path = np.concatenate([path[:same], own])
         total += len(own)
         last_seer[path] = total
@@ -72,12 +72,12 @@ def share(sequences: Sequence[np.ndarray]) -> Shared:
 
 
 def common(first: np.ndarray, second: np.ndarray) -> int:
-    """How many leading values are equal."""
+    """Number of equal leading values."""
     n = min(len(first), len(second))
     different = np.flatnonzero(first[:n] != second[:n])
     return int(different[0]) if len(different) else n
 
 
 def _sortable(values: np.ndarray) -> bytes:
-    """Sequences with a common beginning sort next to each other."""
+    """Sort key of a sequence; sequences with a shared prefix are neighbours in its order."""
     return np.ascontiguousarray(values, dtype=">i8").tobytes()

@@ -22,7 +22,7 @@ COPIED = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-"""Files of the folder that a model came from; a training changes nothing in them but the limits of pictures."""
+"""Files that are copied from the model's original folder; a training changes only the limits of images in them."""
 
 
 def export_model(
@@ -35,9 +35,9 @@ def export_model(
     """Writes a folder that plain transformers loads: weights in the policy's dtype, tokenizer, processor, `files`.
 
     Adapters are merged, in float32, and rounded once; with `adapter` they are written alone, as a folder of peft. The
-    limits of pictures are those of the policy. With `used_up` merged weights take the place of the policy's own, which
-    saves the memory of a second copy on the host. The folder appears whole or not at all, in the place of one that was
-    there. Raises OSError with its name when the disk is full.
+    limits of images are those of the policy. With `used_up` merged weights replace the policy's own, which saves the
+    memory of a second copy on the host. The folder is written atomically, and replaces an existing one. Raises OSError
+    with its name when the disk is full.
     """
     target = target.resolve()  # where a link points to
     partial = target.with_name(f".{target.name}.partial")
@@ -70,7 +70,7 @@ def _write(loaded: LoadedModel, partial: Path, files: Mapping[str, str], adapter
 
 @torch.no_grad()
 def _merged(base: nn.Module, used_up: bool) -> dict[str, Tensor]:
-    """The weights by the names of a model without adapters, W + s B A where there is one."""
+    """The weights by the names of a model without adapters; W + s B A where there is an adapter."""
     whole = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in base.state_dict().items()
@@ -81,7 +81,7 @@ def _merged(base: nn.Module, used_up: bool) -> dict[str, Tensor]:
             layer: Any = module
             (adapter,) = layer.lora_A
             weight = whole[f"{name}.weight"]
-            # not by peft's get_delta_weight, which rounds the product of adapters of 16 bits before it is added
+            # peft's get_delta_weight would round the product of adapters of 16 bits before it is added
             low, high = layer.lora_A[adapter].weight.float(), layer.lora_B[adapter].weight.float()
             sum_ = (weight.float() + layer.scaling[adapter] * (high @ low)).to(weight.dtype)
             whole[f"{name}.weight"] = weight.copy_(sum_) if used_up else sum_.cpu()

@@ -1,4 +1,4 @@
-"""Names what `model.path` is when it is no model folder, and says what to do: a run, a checkpoint, an adapter, …"""
+"""Identifies a `model.path` that is no model folder, such as a run, a checkpoint or an adapter, with the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 SHOWN = 3
-"""Names of one kind in a message."""
+"""Largest number of names that a message lists."""
 
 NOT_A_FOLDER = "is not a Hugging Face model folder"
 
@@ -16,7 +16,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def not_a_model(path: str) -> str:
-    """Why `path` is no model folder, and the remedy; for a path without a config.json."""
+    """Reason for which `path`, which has no config.json, is no model folder, with the remedy."""
     folder = Path(path)
     if not folder.exists():
         return _absent(path)
@@ -29,9 +29,7 @@ def not_a_model(path: str) -> str:
 
 
 def other_weights(folder: Path) -> str | None:
-    """The kind of the weights in a folder without safetensors that transformers would read, and the remedy; None where
-    there are none.
-    """
+    """Kind of the weights in a folder without readable safetensors, with the remedy; None where there are none."""
     for matches, told in _WEIGHTS:
         if matches(folder):
             return told.format(folder=folder)
@@ -39,7 +37,7 @@ def other_weights(folder: Path) -> str | None:
 
 
 def named(names: list[str]) -> str:
-    """The first few of a list of names, and how many more there are."""
+    """The first few of a list of names, and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
@@ -54,7 +52,7 @@ def _absent(path: str) -> str:
 
 
 def _own_files(folder: Path) -> str | None:
-    """What this project wrote, and adapters."""
+    """Kind of a folder that this project wrote, or of an adapter; None for another one."""
     if (folder / "state.json").is_file() and any(folder.glob("weights*.safetensors")):
         run = folder.parent.parent
         return f"it is a checkpoint of a run; run `npu-vlrl export {run} --checkpoint {folder} --out DIR` and give DIR"
@@ -81,7 +79,7 @@ def _base_of(folder: Path) -> str:
 
 
 def _nearby(folder: Path) -> str | None:
-    """Model folders below this one, where a downloader or a training put them."""
+    """Names model folders below this one, where a downloader or a training may have put them; None without any."""
     below = sorted(found.parent for depth in ("*", "snapshots/*", "*/snapshots/*") for found in _configs(folder, depth))
     return f"it has no config.json, but there is one in {named([str(path) for path in below])}" if below else None
 

@@ -1,4 +1,4 @@
-"""A folder's image processor: ours where it computes the same bits, and otherwise transformers' own."""
+"""Image processor of a model folder: ours where it computes the same bits, and otherwise transformers' own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from npu_vlrl.model.families.base import Grid
 from npu_vlrl.types import Image
 
 KNOWN_GRIDS = 2**16
-"""Pictures whose grids are remembered; the oldest is forgotten."""
+"""Number of images whose grids are cached; the oldest are evicted."""
 
 
 def image_processor(folder: Path, family: Family) -> ImageProcessor | None:
-    """By the settings beside a model; None for a text-only model, and for a folder without settings.
+    """Image processor with a folder's settings; None for a text-only model, and for a folder without settings.
 
-    Raises ValueError, naming file and key, for a file that cannot be read or asks for something else.
+    Raises ValueError, naming file and key, for a file that cannot be read or has unsupported settings.
     """
     facts = family.vision
     found = None if facts is None else read_settings(folder)
@@ -39,7 +39,7 @@ def image_processor(folder: Path, family: Family) -> ImageProcessor | None:
 
 
 def transformers_images(folder: Path, family: Family, settings: dict[str, Any], file: Path) -> TransformersImages:
-    """transformers' own processor, by its settings in `file`. Raises ValueError as `image_processor` does."""
+    """Image processor of transformers, with its settings in `file`. Raises ValueError as `image_processor` does."""
     assert family.vision is not None
     check_kind(settings, file, family.vision.image_processors)
     config = json.loads((folder / "config.json").read_bytes())
@@ -53,11 +53,11 @@ def transformers_images(folder: Path, family: Family, settings: dict[str, Any], 
 
 @dataclass(frozen=True)
 class TransformersImages(ImageProcessor):
-    """Asks transformers' processor for grid and patches. The first question about a picture computes both."""
+    """Computes grid and patches with transformers' processor, both at the first call for an image."""
 
     family: Family = field(kw_only=True)
     settings: dict[str, Any] = field(kw_only=True, repr=False)
-    """preprocessor_config.json."""
+    """Content of preprocessor_config.json."""
     _grids: dict[str, Grid] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def _grid(self, image: Image) -> Grid:
@@ -69,8 +69,8 @@ class TransformersImages(ImageProcessor):
         facts = self.family.vision
         assert facts is not None
         options = dict(facts.image_options) | self.limits()
-        picture = PIL.Image.fromarray(widened(image))
-        output = self._processor(images=[picture], return_tensors="pt", **options)
+        pixels = PIL.Image.fromarray(widened(image))
+        output = self._processor(images=[pixels], return_tensors="pt", **options)
         patches_PD, self._grids[image.hash] = self.family.read_pixels(output, self.patch_size)
         if len(self._grids) > KNOWN_GRIDS:
             del self._grids[next(iter(self._grids))]
@@ -81,7 +81,7 @@ class TransformersImages(ImageProcessor):
 
     @cached_property
     def _processor(self) -> Any:
-        """transformers' processor, with the backend that needs no torchvision."""
+        """Processor of transformers, with the backend that needs no torchvision."""
         kind = self.settings["image_processor_type"]
         for backend in BACKENDS[1:]:
             kind = kind.removesuffix(backend)

@@ -1,7 +1,7 @@
-"""One look at a model folder before anything is loaded: what it is, and whether its files fit each other.
+"""Inspection of a model folder before anything is loaded: its kind, and whether its files are consistent.
 
-Every command that takes `model.path` comes through here, so that a folder which cannot be trained is refused by all of
-them, at once and in the same words. Read are JSON files and the headers of the weights.
+Every command that takes `model.path` calls it, so that all commands refuse an unsupported folder, at once and with the
+same message. It reads JSON files and the headers of the weights.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ ELSEWHERE = (
     ("config.json", "configuration_files"),
     ("tokenizer_config.json", "fast_tokenizer_files"),
 )
-"""Keys by which a file sends its reader to another one."""
+"""Keys by which a file refers to another one."""
 
 QUANTISED = ("quantization_config", "compression_config", "quantization")
-"""Keys of a config.json: transformers', that of older compressed-tensors, MLX's."""
+"""Keys of a quantised model's config.json: of transformers, of older compressed-tensors, of MLX."""
 QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""What AutoGPTQ, AutoAWQ and ModelOpt write beside it."""
+"""Files that AutoGPTQ, AutoAWQ and ModelOpt write beside config.json."""
 
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 TOKENIZER, VOCABULARY = "tokenizer.json", "vocab.json"
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rope types."""
+"""Rope types whose frequencies depend on the length of the sequence."""
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """The files by which a Hugging Face folder decides what it computes, by their names in it: weights, configuration,
-    tokenizer, templates and processor. Others say nothing. Links, as caches have them, are followed.
+    """The files of a Hugging Face folder that determine its results, by their names in it: weights, configuration,
+    tokenizer, templates and processor. Links, as in caches, are followed.
     """
     there = [*folder.glob("*"), *folder.glob("*chat_templates/*")]
     found = sorted(path for path in there if path.suffix in SUFFIXES or path.name in TEXTS)
@@ -69,7 +69,7 @@ def model_files(folder: Path) -> dict[str, Path]:
 
 
 def quieten() -> None:
-    """Turns off transformers' progress bars, and its warnings about what is refused here."""
+    """Turns off transformers' progress bars, and its warnings about problems that are errors here."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -77,7 +77,8 @@ def quieten() -> None:
 def inspect_folder(path: str | Path, whole: bool = True) -> Path:
     """Checks that `path` is a model folder that can be trained, and returns it.
 
-    With `whole=False` weights and tokenizer may be absent, and only what is there is checked: enough for shapes.
+    With `whole=False` weights and tokenizer may be absent, and only the files that exist are checked, which is enough
+    for shapes.
 
     Raises ConfigError that names the folder, the file, the cause and the remedy.
     """
@@ -97,7 +98,7 @@ def inspect_folder(path: str | Path, whole: bool = True) -> Path:
 
 @lru_cache(maxsize=16)
 def _inspect(folder: Path, whole: bool, stamp: tuple[tuple[str, int, int], ...]) -> None:
-    """Once for each state of the folder's files (`stamp`): a run asks several times."""
+    """Inspects a folder once for each state of its files (`stamp`), since a run inspects it several times."""
     settings = read_settings(folder)
     if adapters := [name for name in ADAPTERS if (folder / name).exists()]:
         raise ConfigError(
@@ -123,8 +124,8 @@ def _inspect(folder: Path, whole: bool, stamp: tuple[tuple[str, int, int], ...])
 
 
 def read_settings(folder: Path) -> Any:
-    """transformers' configuration of a folder. Raises ConfigError for a model that is not supported, or quantised, or
-    brings code of its own.
+    """Configuration of a folder, as transformers reads it. Raises ConfigError for a model that is not supported, is
+    quantised, or contains code.
     """
     objects = {name: read_object(folder / name) for name in READ_AS_JSON if (folder / name).is_file()}
     config = objects["config.json"]
@@ -164,12 +165,12 @@ def read_settings(folder: Path) -> Any:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turns whatever libraries raise about a folder's files into a ConfigError that begins with `what`."""
+    """Turns any error of libraries about a folder's files into a ConfigError that begins with `what`."""
     try:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # a file of others can hold anything, and so any error comes back
+    except Exception as error:  # a foreign file can hold anything, and so raise any error
         raise ConfigError(f"{what}: {error or type(error).__name__}") from error
 
 
@@ -195,7 +196,7 @@ def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _quantisations(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings of a quantisation by dotted key, at any depth: some stand in `text_config`."""
+    """Settings of a quantisation by dotted key, at any depth: some are in `text_config`."""
     for key, value in config.items():
         if key in QUANTISED and value is not None:
             yield f"{prefix}{key}", value
@@ -217,7 +218,7 @@ def _check_processor(folder: Path, settings: Any) -> None:
         found, wanted = getattr(processor, ours), getattr(tower, theirs)
         if found != wanted:
             raise ConfigError(
-                f"model.path: {folder}: the image processor cuts pictures by `{ours}` {found}, and config.json has "
+                f"model.path: {folder}: the image processor cuts images by `{ours}` {found}, and config.json has "
                 f"`vision_config.{theirs}` {wanted}; the preprocessor_config.json is of another model, so take that of "
                 "the model's publisher"
             )
@@ -230,7 +231,7 @@ def _check_processor(folder: Path, settings: Any) -> None:
 
 
 def _tokens(folder: Path) -> dict[str, int]:
-    """The id of each token as the folder's files say. Reading them takes a fraction of making a tokenizer of them.
+    """The id of each token, from the folder's files, in a fraction of the time that making a tokenizer takes.
 
     Raises ConfigError for a folder without a tokenizer, or with a damaged one.
     """
@@ -252,7 +253,7 @@ def _tokens(folder: Path) -> dict[str, int]:
 def _check_template(folder: Path) -> None:
     named_in = ("tokenizer_config.json", "chat_template.json")
     files = [folder / name for name in named_in if (folder / name).is_file()]
-    own = folder / "chat_template.jinja"  # goes before the others, even where it is empty
+    own = folder / "chat_template.jinja"  # takes precedence, even where it is empty
     texts = [own.read_bytes()] if own.is_file() else [read_object(file).get("chat_template") for file in files]
     if not any(texts):
         raise ConfigError(no_template(folder))
@@ -291,5 +292,5 @@ def check_tokens(folder: Path, settings: Any, ids: Mapping[str, int]) -> None:
 
 
 def model_class(settings: Any) -> Any:
-    """transformers' class for a configuration of a known family."""
+    """Class of transformers for a configuration of a known family."""
     return getattr(transformers, FAMILIES[settings.model_type].model_class)

@@ -1,4 +1,4 @@
-"""From `model.path` to a policy: any Hugging Face folder of a family in `model/families`."""
+"""Loads `model.path` as a policy: any Hugging Face folder of a family in `model/families`."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class LoadedModel:
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
     processor: ImageProcessor | None
-    """None for a text-only model."""
+    """Image processor; None for a text-only model."""
     folder: Path
 
 
 def model_folder(path: str, scratch: Path, seed: int, whole: bool = True) -> Path:
-    """The folder that `model.path` means; `tiny:KIND` is written below `scratch` first, unless it is there already.
+    """The folder of `model.path`; a model `tiny:KIND` is first written below `scratch`, unless it exists there.
 
     Raises ConfigError for a folder that cannot be trained, see `inspect_folder`, and for an unknown KIND.
     """
@@ -91,7 +91,7 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
 
 
 def arranged(model: Any, config: ModelConfig) -> Any:
-    """The model with what is frozen, added and recomputed in it as configured."""
+    """The model as configured: with frozen weights, adapters and gradient checkpointing."""
     family = FAMILIES[model.config.model_type]
     if config.freeze_vision and family.vision is not None:
         Tower(model, family, family.vision).freeze()
@@ -122,7 +122,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ConfigError(f"model.path: the chat template of {folder} cannot be read: {error}; {AGAIN}") from error
-    except Exception:  # the template says so of one bare message; whether it renders an episode, the renderer finds out
+    except Exception:  # a template may refuse this message; whether it renders an episode, the renderer finds out
         pass
     return tokenizer
 
@@ -150,7 +150,7 @@ def replace_weights(policy: Policy, folder: Path) -> None:
 
 
 def load_weights(folder: Path, dtype: torch.dtype) -> Any:
-    """The transformers model of a folder. Raises ConfigError when a weight is missing, left over or misshapen."""
+    """Loads the transformers model of a folder. Raises ConfigError when a weight is missing, left over or misshapen."""
     settings = read_settings(folder)
     with explained(f"model.path: cannot load the weights of {folder}"):
         model, report = model_class(settings).from_pretrained(
@@ -178,7 +178,7 @@ def outline(folder: Path, dtype: torch.dtype, device: str | torch.device = "meta
 
 def _add_adapter(model: Any, config: LoraConfig, family: Family) -> Any:
     targets = family.lora_targets if config.targets is None else config.targets
-    # embeddings and head are read as plain weights, so an adapter there would be left out in silence
+    # embeddings and head are read as plain weights, so an adapter there would be silently ignored
     modules = model.get_submodule(f"{family.text}.layers").named_modules(prefix=f"{family.text}.layers")
     layers = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
     chosen = [name for name in layers if name.rpartition(".")[2] in targets]
@@ -191,6 +191,6 @@ def _add_adapter(model: Any, config: LoraConfig, family: Family) -> Any:
         lora_dropout=0.0,
         target_modules=chosen,
     )
-    # Of the model's dtype: for float32, peft copies the input of every layer and multiplies at a fraction of the speed.
-    # What 16 bits would lose is in the optimiser's masters.
+    # Adapters have the model's dtype: for float32, peft copies the input of every layer and multiplies at a fraction of
+    # the speed. The optimiser's masters hold the precision that 16 bits lack.
     return get_peft_model(model, settings, autocast_adapter_dtype=False)

@@ -28,8 +28,8 @@ from npu_vlrl.types import ImageInput, SpecialTokens
 class Policy:
     """Wraps a transformers model of a known family, plain or with peft adapters.
 
-    `features` of an image are [n_tokens, hidden * (1 + deep)]: what replaces its placeholders, and behind it what some
-    families add to the hidden states after their first layers.
+    `features` of an image are [n_tokens, hidden * (1 + deep)]: the embeddings of its placeholders, followed by those
+    that some families add to the hidden states after their first layers.
     """
 
     def __init__(self, model: Any, special: SpecialTokens, n_tokens: int, merge_size: int) -> None:
@@ -38,14 +38,14 @@ class Policy:
         self.special = special
         self.n_tokens = n_tokens
         self.merge_size = merge_size
-        # transformers and peft types say little about attributes, hence Any
+        # the types of transformers and peft lack most attributes, hence Any
         self.base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.core: Any = self.base.model
         self.family: Family = FAMILIES[self.base.config.model_type]
         self.text: Any = self.base.get_submodule(self.family.text)
         facts = self.family.vision
         self.vision = None if facts is None else Tower(self.base, self.family, facts)
-        """None for a text-only model."""
+        """The vision tower; None for a text-only model."""
         self.n_routers = len(routers(self.base, self.family))
         head = self.head_weight
         self.forbidden = sorted(special.placeholders.union(range(n_tokens, head.shape[0])))
@@ -56,18 +56,18 @@ class Policy:
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, hidden]"""
+        """Weight of the head, [V, hidden]."""
         weight: Tensor = self.base.lm_head.weight
         return weight
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the weights."""
         return self.forbidden_V.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its layers compute in."""
+        """Dtype in which the layers compute."""
         return self.head_weight.dtype
 
     @property
@@ -125,7 +125,7 @@ class Policy:
         features: Sequence[Tensor],
         routing: Routing | None = None,
     ) -> Tensor:
-        """Hidden states [T, hidden] of packed tokens that continue rows of kept keys and values, which grow by them."""
+        """Hidden states [T, hidden] of packed tokens that continue rows of the KV cache, to which they are added."""
         return self._forward(token_ids_T, positions_3T, features, kept=kept, routing=routing)
 
     def _forward(
@@ -158,14 +158,14 @@ class Policy:
     """Whether the ranks that compute an update must all run the tower as soon as one does."""
 
     def gathered(self, work: Callable[[], Tensor]) -> Tensor:
-        """Does work that goes through the model. Its head may be read until `divide`, and gradients flow through it."""
+        """Runs work that goes through the model. Its head may be read until `divide`, and gradients flow through it."""
         return work()
 
     def divide(self) -> None:
-        """Ends what `gathered` began; a policy that is whole has nothing to do."""
+        """Reshards the weights that `gathered` gathered; does nothing for a full policy."""
 
     def copy(self) -> Policy:
-        """With weights of its own, but for a frozen tower, which both share."""
+        """Copies the policy with its weights; both share a frozen tower."""
         shared = {id(root): root for root in self.vision.roots} if self.vision and self.vision.is_frozen else {}
         return Policy(copy.deepcopy(self.model, shared), self.special, self.n_tokens, self.merge_size)
 

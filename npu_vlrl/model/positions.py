@@ -1,4 +1,4 @@
-"""Rotary positions, computed by us so that no state of the model is involved."""
+"""Rotary positions, computed without any state of the model."""
 
 from __future__ import annotations
 

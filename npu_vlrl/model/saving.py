@@ -1,8 +1,8 @@
 """Writes models, tokenizers and processor files in the layout of the published folders.
 
 transformers 5 has a layout of its own: `rope_parameters`, `extra_special_tokens`, an image processor inside
-processor_config.json. transformers 4, which many servers still run, passes over those keys without a word or fails on
-them. Published folders of the Qwen families have the older layout, and both generations read that.
+processor_config.json. transformers 4, which many servers still run, silently ignores those keys or fails on them.
+Published folders of the Qwen families have the older layout, and both generations read that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from npu_vlrl.data.processor import ImageProcessor
 
 PLAIN_ROPE = ("default", "axial")
-"""Rope types without a scaling. transformers 5 calls that of vision towers axial; transformers 4 has no name for it."""
+"""Rope types without a scaling. transformers 5 calls that of vision towers `axial`; transformers 4 has no name for it.
+"""
 
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 """Names of transformers 5, with those that both generations know."""
@@ -33,7 +34,7 @@ PROCESSOR_PARTS = {
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Writes config and weights of a transformers model; `weights`, by the names of its modules, replace its own.
 
-    `tie_word_embeddings` says, in the configs of the whole and of the text model, whether the head is the embedding.
+    In the configs of the whole and of the text model `tie_word_embeddings` is set to whether the head is the embedding.
     """
     model.save_pretrained(folder, state_dict=weights)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -47,7 +48,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def split_processor(folder: Path) -> None:
-    """Moves the parts of processor_config.json to files of their own, in the place of those that are there."""
+    """Moves the parts of processor_config.json to files of their own, and replaces existing ones."""
     file = folder / "processor_config.json"
     if not file.is_file():
         return
@@ -59,7 +60,7 @@ def split_processor(folder: Path) -> None:
 
 
 def write_pixel_limits(folder: Path, processor: ImageProcessor) -> None:
-    """Writes the limits of pictures, and the class without a backend of transformers 5."""
+    """Writes the limits of images, and the name of the class without a backend of transformers 5."""
 
     def change(settings: dict[str, Any]) -> dict[str, Any]:
         kind = settings["image_processor_type"].removesuffix("Pil")
@@ -69,7 +70,7 @@ def write_pixel_limits(folder: Path, processor: ImageProcessor) -> None:
 
 
 def published_config(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
-    """config.json of transformers 5 in the published layout."""
+    """Converts a config.json of transformers 5 to the published layout."""
     published = dict(config)
     for name, part in config.items():
         if name.endswith("_config") and isinstance(part, dict):
@@ -80,7 +81,7 @@ def published_config(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
 
 
 def published_tokenizer(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json of transformers 5 in the published layout."""
+    """Converts a tokenizer_config.json of transformers 5 to the published layout."""
     published = dict(settings)
     if isinstance(published.get("extra_special_tokens"), list):
         published["additional_special_tokens"] = published.pop("extra_special_tokens")
@@ -89,7 +90,8 @@ def published_tokenizer(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The base frequency and a scaling by the keys of their own; without a scaling `rope_scaling` is null."""
+    """Moves base frequency and scaling from `rope_parameters` to keys of their own; without a scaling `rope_scaling` is
+    null."""
     published = dict(config)
     rope = dict(published.pop("rope_parameters", None) or {})
     if not rope:

@@ -1,6 +1,6 @@
 """Tiny models with random weights: real transformers classes, real processor settings, a byte-level BPE of our own.
 
-They are written as ordinary Hugging Face folders, so everything that loads them takes the path of a real checkpoint.
+They are written as ordinary Hugging Face folders, so they are loaded by the same code as a real checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CORPUS = (
 )
 
 INIT_STD = 0.1
-"""The default of 0.02 learns nothing at this size."""
+"""Standard deviation of initial weights; with the default of 0.02 a model of this size learns nothing."""
 
 
 def tiny_tokenizer(family: Family) -> Qwen2Tokenizer:
@@ -75,8 +75,8 @@ def write_tiny_model(kind: str, folder: Path, seed: int, hidden: int = 64, layer
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=INIT_STD)
-    partial = folder.with_name(f".{folder.name}.partial")  # a folder that is there is whole
-    model.should_save_on_this_rank = lambda is_main_process: True  # not on the first of a training's processes alone
+    partial = folder.with_name(f".{folder.name}.partial")  # so that an existing folder is complete
+    model.should_save_on_this_rank = lambda is_main_process: True  # any process of a training may write it
     save_model(model, partial)
     save_tokenizer(tokenizer, partial)
     if (images := family.tiny_images()) is not None:

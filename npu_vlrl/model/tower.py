@@ -1,4 +1,4 @@
-"""The parts of a vision tower, wherever a family has them."""
+"""The parts of a vision tower, independent of the family."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tower:
 
     @property
     def patch_values(self) -> int:
-        """Numbers that a patch is made of."""
+        """Count of numbers in a patch."""
         return int(self.patches.weight[0].numel())
 
     @property

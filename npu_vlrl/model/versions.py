@@ -1,6 +1,6 @@
-"""Where releases of transformers differ, of those in `hardware.software.TRANSFORMERS`.
+"""Differences between the releases of transformers in `hardware.software.TRANSFORMERS`.
 
-Differences of the functions that apply rotary positions stand in `kernels/modules.py`; all others stand here.
+Those of the functions that apply rotary positions are in `kernels/modules.py`; all others are here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 def normalised(settings: Any) -> Any:
-    """A model's configuration without keys that say nothing: 5.10 reads a `quantization_config` that is null as that
-    of a quantised model.
+    """Removes a `quantization_config` that is null from a model's configuration: 5.10 reads it as that of a quantised
+    model.
     """
     for part in (settings, settings.get_text_config()):
         if getattr(part, "quantization_config", part) is None:
@@ -30,8 +30,8 @@ def normalised(settings: Any) -> Any:
 
 
 def untied(settings: Any, names: Collection[str]) -> Any:
-    """The configuration to compare tensors without values with, by their names. Where there are both a head and an
-    embedding, nothing is tied: 5.10 compares the numbers of the two, and there are none.
+    """The configuration for a comparison of tensors without values, given their names. Where both a head and an
+    embedding exist, nothing is tied: 5.10 would compare their numbers, which do not exist.
     """
     if not all(any(name.endswith(end) for name in names) for end in (HEAD, EMBEDDING)):
         return settings
@@ -42,8 +42,8 @@ def untied(settings: Any, names: Collection[str]) -> Any:
 
 
 def image_features(core: Any, family: Family, patches_PD: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
-    """Features [n_tokens, hidden * (1 + deep)] of each image, by the vision-language model without its head. They come
-    as one tensor of all images or tiles, or cut into images: deep ones so in 5.10, and otherwise in 5.24.
+    """Features [n_tokens, hidden * (1 + deep)] of each image, by the vision-language model without its head. Releases
+    differ in whether the model returns one tensor for all images or tiles, or a tensor for each image.
     """
     grids_N3 = torch.tensor(grids, device=patches_PD.device)
     output = core.get_image_features(**family.tower_inputs(patches_PD, grids_N3), return_dict=True)

@@ -1,4 +1,4 @@
-"""Vision features: each distinct picture goes through the tower once."""
+"""Vision features: each distinct image goes through the tower once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from npu_vlrl.types import ImageInput
 
 class Patches(Protocol):
     def patches(self, image: ImageInput) -> Tensor:
-        """float32 [P, D]"""
+        """Patches of an image, float32 [P, D]."""
         ...
 
 
 class VisionFeatures:
-    """Features by content hash, up to `cache_bytes`, least recently used out first. With a trainable tower they live
-    until the weights change; with a frozen one they are kept across steps.
+    """Cache of features by content hash, up to `cache_bytes`; the least recently used are evicted first. With a
+    trainable tower they live until the weights change; with a frozen one they are kept across steps.
     """
 
     def __init__(self, policy: Policy, processor: Patches | None, cache_bytes: int) -> None:
@@ -30,13 +30,13 @@ class VisionFeatures:
         self.processor = processor
         self.cache_bytes = cache_bytes
         self.encoded = 0
-        """Images that went through the tower so far."""
+        """Number of images that went through the tower so far."""
         self.referenced = 0
-        """Images that were asked for so far."""
+        """Number of images that were requested so far."""
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
     def weights_changed(self) -> None:
-        """Forgets what the tower made, unless the tower is frozen."""
+        """Drops all features, unless the tower is frozen."""
         if not self.policy.vision_is_frozen:
             self.forget()
 
@@ -45,7 +45,7 @@ class VisionFeatures:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is asked for meanwhile does not count."""
+        """Context in which requests and encodings do not count."""
         kept = self.referenced, self.encoded
         try:
             yield
@@ -69,7 +69,7 @@ class VisionFeatures:
 
     def differentiable(self, images: Sequence[ImageInput], policy: Policy | None = None) -> list[Tensor]:
         """Features with a graph when the tower is trained; `images` must be distinct. `policy` has the same weights as
-        that of these features, perhaps divided.
+        that of these features, perhaps sharded.
         """
         policy = policy or self.policy
         if policy.vision_is_frozen:

@@ -1,4 +1,4 @@
-"""The safetensors of a model folder by their headers: which files there are, and which tensors with which shapes.
+"""Headers of a model folder's safetensors: the files, and the names, shapes and dtypes of their tensors.
 
 No weight is read.
 """
@@ -19,7 +19,7 @@ from npu_vlrl.model.identify import named, other_weights
 from npu_vlrl.model.versions import untied
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""For everything that transformers reads from a folder: it neither runs the folder's code nor asks whether it may."""
+"""Arguments of every call by which transformers reads a folder: it neither runs the folder's code nor asks to."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -28,7 +28,8 @@ DISTRIBUTED = "shard-*-model-*-of-*.safetensors"
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 BUILT_IN_ATTENTION = "sdpa"
-"""Until `attach` puts ours in its place: a config.json may name a kernel of the Hub, which would be downloaded."""
+"""Attention until `attach` replaces it by ours: a config.json may name a kernel of the Hub, which would be downloaded.
+"""
 
 AGAIN = "download it again"
 POINTER = b"version https://git-lfs"
@@ -41,11 +42,11 @@ class Header:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors spells it, e.g. `BF16`."""
+    """Dtype as safetensors spells it, e.g. `BF16`."""
 
 
 def read_headers(folder: Path) -> dict[str, Header] | None:
-    """Every tensor that transformers would read, by its name in the files; None where there are no weights at all.
+    """Headers of the tensors that transformers would read, by their names in the files; None without any weights.
 
     Raises ConfigError for weights of another kind, and for a file that is missing, damaged, or holds no floats.
     """
@@ -100,7 +101,7 @@ def _indexed(folder: Path) -> dict[str, Header]:
 
 
 def _header(file: Path) -> dict[str, Header]:
-    """Raises ConfigError for a file that cannot be read, or whose tensors are not all in it."""
+    """Headers of a file's tensors. Raises ConfigError for a file that cannot be read, or that is cut short."""
     try:
         with file.open("rb") as opened:
             start = opened.read(len(POINTER))
@@ -118,7 +119,7 @@ def _header(file: Path) -> dict[str, Header]:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object of a model folder. Raises ConfigError with the name of the file for anything else."""
+    """Reads a JSON object of a model folder. Raises ConfigError with the name of the file for anything else."""
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -131,7 +132,7 @@ def read_object(file: Path) -> dict[str, Any]:
 def check_names(folder: Path, family: Any, settings: Any, tensors: Mapping[str, Header]) -> None:
     """Lets transformers load tensors without values into the model class `family`, on the device `meta`.
 
-    Its renaming of older names is so the one of a real load. Raises ConfigError as `check_report` does.
+    Older names are so renamed as in a real load. Raises ConfigError as `check_report` does.
     """
     values = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     _, report = family.from_pretrained(

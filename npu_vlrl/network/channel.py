@@ -1,7 +1,7 @@
 """Typed messages between the learner and one engine process, over a socket.
 
-A socket says at once that the other process is gone, takes a deadline for every wait, and moves nothing but bytes:
-nothing is unpickled. (A receive of gloo that times out breaks every connection of its process group.)
+A socket reports at once that the other process is gone, has a deadline for every wait, and moves only bytes: nothing is
+unpickled. (A receive of gloo that times out breaks every connection of its process group.)
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from npu_vlrl.network.messages import Failed, Message, Peer, Stop, kind_of
 M = TypeVar("M", bound=Message)
 
 LENGTHS = struct.Struct("<HQ")
-"""Bytes of the message's name, and of the message."""
+"""Header of a message: the lengths of its name and of its body, in bytes."""
 
 LONGEST_NAME, LARGEST = 64, 2**40
-"""Bytes; no message has more."""
+"""Upper bounds of both lengths, in bytes."""
 
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
-"""Seconds, seconds and a count: a machine that is lost says nothing, and is given up after two minutes."""
+"""Keep-alive options in seconds, seconds and a count: a lost machine sends nothing, and is given up after two minutes.
+"""
 
 
 class PeerError(RuntimeError):
@@ -42,7 +43,7 @@ class Channel:
     """One end of a connection. `send` may be called from one thread at a time, and so may `receive`."""
 
     def __init__(self, connection: socket.socket, peer: Peer, timeout_s: float) -> None:
-        """`timeout_s` bounds every single wait inside a message; how long to wait for one is told to `receive`."""
+        """`timeout_s` bounds every single wait inside a message; `receive` has its own limit for the wait for one."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
@@ -54,7 +55,7 @@ class Channel:
         self.timeout_s = timeout_s
 
     def send(self, message: Message) -> None:
-        """Raises PeerError when the other process is gone or takes nothing for `timeout_s` seconds."""
+        """Sends a message. Raises PeerError when the other process is gone or takes nothing for `timeout_s` seconds."""
         name, body = type(message).__name__.encode(), msgspec.msgpack.encode(message)
         try:
             self._socket.sendall(LENGTHS.pack(len(name), len(body)) + name)
@@ -65,10 +66,10 @@ class Channel:
             raise PeerError(self.peer, f"is gone ({error})") from error
 
     def receive(self, timeout_s: float | None = None) -> Message:
-        """The next message; without `timeout_s` it waits as long as the other process lives.
+        """Receives the next message; without `timeout_s` it waits as long as the other process lives.
 
-        Raises PeerError when that process is gone, no message begins within `timeout_s` seconds, or what comes is not
-        a message of a known kind with the declared fields.
+        Raises PeerError when that process is gone, no message begins within `timeout_s` seconds, or the message is of
+        an unknown kind or has other fields than declared.
         """
         if not self.waiting(timeout_s):
             raise PeerError(self.peer, f"did not answer within {timeout_s:g} s")
@@ -85,8 +86,8 @@ class Channel:
             raise PeerError(self.peer, f"sent a malformed {name} ({error}); run one release on all machines") from error
 
     def expect(self, kind: type[M], timeout_s: float | None, failed: type[RuntimeError]) -> M:
-        """The next message, which must be of this kind. Raises what `receive` raises, `failed` with the reason where
-        the other process has failed, and PeerError where it stops this one instead.
+        """Receives the next message, which must be of this kind. Raises the errors of `receive`, `failed` with the
+        reason where the other process has failed, and PeerError where it stops this one instead.
         """
         message = self.receive(timeout_s)
         if isinstance(message, Failed):
@@ -97,13 +98,13 @@ class Channel:
         return message
 
     def waiting(self, timeout_s: float | None = 0.0) -> bool:
-        """Whether a message (or the end of the other process) is there within `timeout_s` seconds."""
+        """Whether a message (or the end of the other process) arrives within `timeout_s` seconds."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
     def check_alive(self) -> None:
-        """Raises PeerError when the other process has ended; a message that waits is left where it is."""
+        """Raises PeerError when the other process has ended; does not read a message that has arrived."""
         if self.waiting():
             try:
                 ended = not self._socket.recv(1, socket.MSG_PEEK)

@@ -1,4 +1,4 @@
-"""Images in messages: the pixels of an image travel once to each reader, and are named by their hash afterwards."""
+"""Images in messages: the pixels of an image are sent once to each reader, and referred to by their hash afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from npu_vlrl.types import Image, ImageInput
 
 CACHE_BYTES = 2**28
-"""Pixels that a reader keeps for later messages."""
+"""Default size of a reader's cache of pixels, in bytes."""
 
 INTEGERS, FLOATS, ROUTES = np.dtype("<i8"), np.dtype("<f8"), np.dtype("<i2")
 
@@ -23,7 +23,7 @@ class ImageEntry(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int]
     n_tokens: int
     size: tuple[int, int] | None
-    """Height and width of an image whose pixels come along; None for one that the reader holds."""
+    """Height and width of an image whose pixels are in the message; None for one that the reader has."""
 
 
 class Images(msgspec.Struct, frozen=True):
@@ -31,13 +31,13 @@ class Images(msgspec.Struct, frozen=True):
 
     entries: list[ImageEntry]
     dropped: list[str]
-    """Hashes that the reader need not keep any longer."""
+    """Hashes of images that the reader drops."""
     pixels: list[bytes]
     """uint8 [height, width, 3] of each entry with a size, in order."""
 
 
 class ImageWriter:
-    """Knows which images a reader holds.
+    """Writes images for one reader, and tracks the images that it has.
 
     The least recently used ones are dropped when all together exceed `cache_bytes`, but none that the message needs.
     """
@@ -48,7 +48,7 @@ class ImageWriter:
         """Bytes of each image by hash, in the order of use."""
 
     def pack(self, images: Iterable[ImageInput]) -> Images:
-        """The images are distinct."""
+        """Packs distinct images."""
         entries: list[ImageEntry] = []
         pixels: list[bytes] = []
         for image in images:
@@ -74,7 +74,7 @@ class ImageWriter:
 
 
 class ImageReader:
-    """Keeps the images that came until it is told to drop them."""
+    """Reads images, and keeps them until a message drops them."""
 
     def __init__(self) -> None:
         self._held: dict[str, Image] = {}
@@ -94,5 +94,5 @@ class ImageReader:
 
 
 def as_bytes(values: Sequence[float] | np.ndarray, dtype: np.dtype) -> bytes:
-    """Numbers of a message, bit by bit: `INTEGERS`, `FLOATS` or `ROUTES`."""
+    """Bytes of a message's numbers, bit by bit; `dtype` is `INTEGERS`, `FLOATS` or `ROUTES`."""
     return np.array(values, dtype).tobytes()

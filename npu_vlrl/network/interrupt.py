@@ -1,7 +1,8 @@
-"""Ctrl-C in a training: the first one ends it after the step in hand, a second one at once. SIGHUP, by which a terminal
-or a connection that closes ends its programs, is the same, but for programs that ignore it from the start, as under
-nohup. So is SIGTERM, by which a cluster's scheduler ends a job, in a training of one process; torchrun sends it for
-reasons of its own.
+"""Ctrl-C in a training: the first one ends it after the current step, a second one at once.
+
+SIGHUP, which a closing terminal or connection sends, has the same effect, except in programs that ignore it from the
+start, as under nohup. SIGTERM, by which a cluster's scheduler ends a job, has it in a training of one process; torchrun
+sends SIGTERM for reasons of its own.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from types import FrameType
 from npu_vlrl.network.world import started_processes
 
 SAME_S = 1.0
-"""A launcher passes Ctrl-C on to processes that have it from the terminal already: what follows so soon is the same."""
+"""Seconds within which signals count as one: launchers pass Ctrl-C on to processes that the terminal signals, too."""
 
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
 def hangup() -> tuple[signal.Signals, ...]:
-    """SIGHUP, unless this process ignores it and shall live on."""
+    """SIGHUP, unless this process ignores it, as under nohup."""
     return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 
 
 class Interrupted(RuntimeError):
-    """The user, a terminal or a scheduler ended the training where it can go on; the message says how."""
+    """The user, a terminal or a scheduler ended the training where it can be resumed; the message says how."""
 
 
 class CtrlC:
-    """Knows whether the user asked for an end."""
+    """Records whether the user requested an end."""
 
     def __init__(self) -> None:
         self._first: float | None = None
@@ -43,7 +44,7 @@ class CtrlC:
         return self._first is not None
 
     def check(self, where: str) -> None:
-        """Raises Interrupted if so. `where` can be begun again from what is on the disk."""
+        """Raises Interrupted if the user requested an end. `where` names work that a resumed run can begin again."""
         if self.asked:
             raise self.ended(f"in {where}")
 
@@ -52,7 +53,7 @@ class CtrlC:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Meanwhile Ctrl-C ends nothing at first; only a main thread can have it so, and others change nothing."""
+        """Context in which the first Ctrl-C is only recorded. In threads other than the main one it has no effect."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -71,6 +72,6 @@ class CtrlC:
             again = "Ctrl-C" if number == signal.SIGHUP else f"{self._by} again"
             with suppress(OSError):  # the terminal may be gone. Not print: the signal may come in the middle of one
                 os.write(2, f"\nnpu-vlrl: ending after the step in hand; {again} ends at once\n".encode())
-        elif number != signal.SIGHUP and now - self._first > SAME_S:  # a closing terminal may say it several times
+        elif number != signal.SIGHUP and now - self._first > SAME_S:  # a closing terminal may send it several times
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

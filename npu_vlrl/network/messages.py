@@ -1,7 +1,7 @@
-"""Typed messages between the processes of a training, and those by which processes start and end.
+"""Base of the typed messages between the processes of a training, and messages by which processes start and end.
 
 A room that sends messages of its own declares them as subclasses of `Message`. Each is one MessagePack value: raw bytes
-stay raw bytes, floats keep every bit, and a field of another type than declared is refused when it arrives.
+stay raw bytes, floats keep every bit, and a field of another type than declared is refused by the receiver.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Peer:
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """A message; the class is its kind, and is found by its name at the other end."""
+    """A message; its class is its kind, which the receiver finds by its name."""
 
 
 def kind_of(name: str) -> type[Message] | None:
@@ -46,14 +46,14 @@ class Welcome(Message):
     """The answer of rank 0, once all processes have connected."""
 
     peers: list[Peer]
-    """By rank."""
+    """All processes, by rank."""
 
 
 class Begin(Message):
     """Lets a process load its model."""
 
     scratch: str
-    """The folder in which a `tiny:` model is, or may be written."""
+    """Folder that has a `tiny:` model, or where it may be written."""
 
 
 class Ready(Message):

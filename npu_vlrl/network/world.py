@@ -1,4 +1,4 @@
-"""The processes of one training, as torchrun started them: learners and engines; one may be both."""
+"""The processes of one training, as torchrun started them: learners and engines; a process may be both."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ __all__ = ["Channel", "Peer", "PeerError", "World", "is_engine", "join", "leave"
 
 LEARNER = 0
 START_TIMEOUT_S = 600.0
-"""For what happens once: every process imports its libraries and loads the model, maybe from a slow disk."""
+"""Limit of the start: every process imports its libraries and loads the model, possibly from a slow disk."""
 TOKEN_TIMEOUT_S = 5.0
-"""Who connects says the token at once; a stranger who says nothing keeps the others waiting no longer."""
+"""Limit of the wait for the token: processes of the training send it at once, and others must not block them longer."""
 ADDRESS_KEY = "npu_vlrl/address"
 HOST_KEY = "npu_vlrl/host"
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets in each process, and other launchers must."""
 REACHABLE = "nothing"
-"""What is said where there is no problem."""
+"""Text that stands for no problem."""
 
 UNSEEN = Peer(-1, "another process", "an unknown host", 0)
 
 
 def started_processes() -> int:
-    """How many processes torchrun started; 1 without it."""
+    """Number of processes that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """This process's number on its machine; 0 without torchrun."""
+    """Number of this process on its machine; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def own_device(learners: int, per_engine: int) -> int:
     """Number of this process's device on its machine, the first of `per_engine` if it is an engine.
 
-    The first `learners` processes of all have one each. On each machine learners come first, and engines after them.
+    The first `learners` processes of all have one device each. On each machine learners come before engines.
     """
     first = int(os.environ.get("RANK", "0")) - local_rank()
     learning = max(learners - first, 0)
@@ -62,13 +62,13 @@ def own_device(learners: int, per_engine: int) -> int:
 
 
 def is_engine() -> bool:
-    """Whether this process was started to do what another one, rank 0, says."""
+    """Whether this process follows the commands of rank 0."""
     return int(os.environ.get("RANK", "0")) != LEARNER
 
 
 class World:
-    """This process's place among the others. Rank 0 runs the loop; it has a channel to every other process, and each
-    has one to it. Weights and gradients go through torch.distributed, whose default group spans all of them.
+    """Rank of this process, and its connections to the others. Rank 0 runs the loop and has a channel to every other
+    process. Weights and gradients go through torch.distributed, whose default group spans all processes.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class World:
         device: int,
         learners: int = 1,
     ) -> None:
-        """`timeout_s` is how long an answer or a transfer may take, once the processes have started. The first
-        `learners` learn; the others sample, or all do if all learn. All processes make their `World` at the same time.
+        """`timeout_s` limits an answer or a transfer, once the processes have started. The first `learners` learn; the
+        others sample, or all do if all learn. All processes make their `World` at the same time.
         """
         self._platform = platform
         self._device = device
@@ -95,13 +95,13 @@ class World:
         self._works: SimpleQueue[Callable[[], None]] | None = None
         self._entered = threading.local()
         self.abandoned = False
-        """A collective was given up, and may wait in its thread for ever."""
+        """Whether a collective was given up; it may wait in its thread for ever."""
         self.learners = range(learners)
         self.engines = range(1 if self.all_learn else learners, self.size)
-        """Those that sample, but for rank 0."""
+        """Ranks that sample, without rank 0."""
         apart = 1 < learners < self.size
         self.weights_group = self._group([LEARNER, *self.engines]) if apart else None
-        """Rank 0 and the engines; None for all processes."""
+        """Process group of rank 0 and the engines; None for the group of all processes."""
 
     @property
     def size(self) -> int:
@@ -115,19 +115,19 @@ class World:
         return self._channels[rank]
 
     def learners_group(self) -> dist.ProcessGroup | None:
-        """A group of all learners; None in a process that is none. All processes call this at the same time."""
+        """Process group of all learners; None in a process that does not learn. All processes call it at one time."""
         return self._group(self.learners)
 
     def _group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
-        """Its collectives wait `timeout_s` at most."""
+        """Makes a process group whose collectives wait `timeout_s` at most; None in a process that is not in it."""
         members, timeout = list(ranks), timedelta(seconds=self.timeout_s)
         group = dist.new_group(members, backend=self._platform.process_group_backend, timeout=timeout)
         return group if self.rank in members else None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Runs it in a second thread, which it makes ready by `enter_thread`; nothing waits for that at the end.
+        """Runs work in a second thread, which the work prepares by `enter_thread`; the end does not wait for it.
 
-        One work comes after the other, unless one was abandoned: the next then gets a thread of its own.
+        Works run one after the other. After an abandoned one the next gets a new thread.
         """
         if self._works is None or self.abandoned:
             self._works = SimpleQueue()
@@ -140,13 +140,15 @@ class World:
             works.get()()
 
     def enter_thread(self) -> None:
-        """A new thread begins with device 0; this gives it the process's own. Raises HardwareError as that does."""
+        """Sets the device of this process in a new thread, which begins with device 0. Raises HardwareError as
+        `Platform.set_device` does.
+        """
         if not getattr(self._entered, "it", False):
             self._platform.set_device(self._device)
             self._entered.it = True
 
     def close(self) -> None:
-        """Ends the connections, and the process group unless a collective hangs in it."""
+        """Closes the connections, and the process group unless a collective hangs in it."""
         for channel in self._channels.values():
             channel.close()
         if not self.abandoned and dist.is_initialized():  # vLLM's end in this process ends all groups
@@ -154,7 +156,7 @@ class World:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once. A collective that was given up would hold up a normal end, or crash it."""
+    """Ends this process at once. A collective that was given up would delay a normal end, or crash it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -170,8 +172,8 @@ def join(
     """Joins the other processes, with a device each: without `device` that of the local rank. All call it at one time.
     The first `learners` learn, see `World`.
 
-    Raises HardwareError without that device or an address that others reach, or when the launcher's variables do not
-    fit together, and PeerError when another process does not come in `start_timeout_s`.
+    Raises HardwareError without that device or a reachable address, or when the launcher's variables are inconsistent,
+    and PeerError when another process does not connect within `start_timeout_s`.
     """
     rank, size, local_size = _check_launch()
     device = local_rank() if device is None else device
@@ -201,9 +203,9 @@ def join(
 
 
 def _check_launch() -> tuple[int, int, int]:
-    """This process's rank, and how many processes there are in all and on its machine, as the launcher says.
+    """Rank of this process, and numbers of processes in all and on its machine, from the launcher's variables.
 
-    Raises HardwareError for those that a rendezvous would wait for in vain, without a word.
+    Raises HardwareError for values with which a rendezvous would silently wait until its timeout.
     """
     missing = [name for name in LAUNCHED if not os.environ.get(name)]
     if missing:
@@ -233,9 +235,10 @@ def _check_launch() -> tuple[int, int, int]:
 
 
 def _check_reachable(store: Store, host: str, me: Peer, size: int) -> None:
-    """All call this. On some systems a machine's name is on itself an address of itself alone, such as 127.0.1.1.
+    """Checks the learner's address; all processes call it. On some systems a machine resolves its own name to a
+    loopback address, such as 127.0.1.1.
 
-    Raises HardwareError in every process when the learner would listen there, and another one is on another machine.
+    Raises HardwareError in every process when the learner would listen there, and a process is on another machine.
     """
     store.set(f"{HOST_KEY}/{me.rank}", me.host)
     if me.rank == LEARNER:
@@ -254,7 +257,7 @@ def _check_reachable(store: Store, host: str, me: Peer, size: int) -> None:
 
 
 def _own_address(host: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """Where to listen, on a port that is free."""
+    """Address on which to listen, with a free port."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return family, address
 
@@ -273,7 +276,7 @@ def _connect(store: Store, host: str, me: Peer, timeout_s: float) -> Channel:
 
 
 def _accept(store: Store, host: str, size: int, timeout_s: float, start_timeout_s: float) -> dict[int, Channel]:
-    """The learner listens, on loopback unless engines are on other machines; a stranger does not know the token."""
+    """Accepts the other processes, on loopback unless some are on other machines; only they know the token."""
     token = secrets.token_hex(16)
     channels: dict[int, Channel] = {}
     family, address = _own_address(host)
@@ -297,7 +300,7 @@ def _accept(store: Store, host: str, size: int, timeout_s: float, start_timeout_
 
 
 def _knows(connection: socket.socket, token: str) -> bool:
-    """Whether the first bytes are the token; nothing else of a stranger is read."""
+    """Whether the first bytes are the token; nothing else of an unknown process is read."""
     connection.settimeout(TOKEN_TIMEOUT_S)
     try:
         return hmac.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token.encode())

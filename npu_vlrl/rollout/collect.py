@@ -1,4 +1,4 @@
-"""Groups of episodes for the learner: every task is played by `group_size` members at once."""
+"""Rollout of the groups of a step: every task is played by `group_size` members at once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from npu_vlrl.workflow.base import Sampling, Workflow
 class Rollout:
     """The groups of one step.
 
-    A group with a failed member is left out whole: a group that lost members would be compared with itself only.
+    A group with a failed member is left out completely: its members would be compared with the remaining ones only.
     """
 
     groups: list[list[Trajectory]] = field(default_factory=list)
     failed: list[list[Trajectory]] = field(default_factory=list)
     replaced: int = 0
-    """Groups that dynamic sampling replaced because they had no spread."""
+    """Number of groups that dynamic sampling replaced because they had no spread."""
     judgements: Judgements = field(default_factory=Judgements)
-    """Of all groups that were played, replaced ones as well."""
+    """Judgements of all groups that were played, including replaced ones."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """How they came about, where there is something to tell."""
+    """Further metrics of the rollout, such as staleness."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -33,7 +33,7 @@ class Rollout:
 
     @property
     def errors(self) -> list[str]:
-        """What was wrong, once each: members of a group mostly fail for the same reason."""
+        """Distinct errors of the failed groups, whose members mostly fail for the same reason."""
         return list(dict.fromkeys(t.error for group in self.failed for t in group if t.error is not None))
 
 
@@ -68,9 +68,9 @@ async def collect(
     has_spread: Callable[[Sequence[Trajectory]], bool],
     max_extra_groups: int = 0,
 ) -> Rollout:
-    """A step's rollout. With `max_extra_groups` (DAPO's dynamic sampling, arXiv 2503.14476), groups without
-    `has_spread`, which teach nothing, are replaced until the batch is full or that many groups were added; what is then
-    still missing is filled with replaced ones, so that the batch is never empty.
+    """Collects the rollout of a step. With `max_extra_groups` (DAPO's dynamic sampling, arXiv 2503.14476), groups
+    without `has_spread`, which have no gradient, are replaced until the batch is full or that many groups were added;
+    the rest is filled with replaced ones, so that the batch is never empty.
 
     Raises RolloutError when more than `max_failed_share` of the groups, or of the judgements, failed, with their
     messages.
@@ -89,7 +89,7 @@ async def collect(
                 flat.append(group)
             else:
                 rollout.groups.append(group)
-        rollout.judgements.check(max_failed_share, prefix)  # before others are played in place of these
+        rollout.judgements.check(max_failed_share, prefix)  # before replacements are played
         wanted = min(len(flat) - n_flat, extra)
         extra -= wanted
     played = len(rollout.groups) + len(flat) + len(rollout.failed)
@@ -103,5 +103,5 @@ async def collect(
 
 
 def has_failed(group: Sequence[Trajectory]) -> bool:
-    """Whether a member cannot be used; then the group cannot."""
+    """Whether a member of the group failed, so that the group cannot be used."""
     return any(trajectory.status is EpisodeStatus.FAILED for trajectory in group)

@@ -1,4 +1,4 @@
-"""Scripted episodes for the warm start: the real workflow, with an engine that recites instead of sampling."""
+"""Scripted episodes for the warm start: the real workflow, with a session that returns scripted turns."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def played(
     rng: random.Random,
     opened: bool | None = None,
 ) -> Iterator[str]:
-    """What a demonstrator says in an episode of a game, of which `game` is its own copy.
+    """Turns of a demonstrator in an episode of a game, of which `game` is its own copy.
 
-    A turn takes one to `max_actions` actions. Of all actions `right_share` are the first of the game's solution from
-    where it stands, and the others drawn evenly from the other ones; from all, where there is no solution. The
-    demonstrator thinks its plan, and leaves open what it sees and expects. `opened`: see `formats.Format`.
+    A turn takes one to `max_actions` actions. A share of `right_share` of the actions is the first one of the game's
+    solution from its current state; the others are drawn uniformly from the other actions, or from all where there is
+    no solution. The demonstrator's thought is its plan; fields for observations and predictions get "…". `opened`: see
+    `formats.Format`.
     """
     form = make_format(config, opened)
     game.start(seed)
@@ -50,7 +51,7 @@ def _choice(game: Game, right_share: float, rng: random.Random) -> str:
 
 
 class ScriptedSession:
-    """See `types.EngineSession`. Raises DataError when it is asked for more turns than there are lines."""
+    """Session that returns scripted lines, see `types.EngineSession`. Raises DataError when there are no more lines."""
 
     def __init__(self, lines: Iterable[str], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
         """`ends`: see `SpecialTokens.end_of_turn`."""
@@ -68,8 +69,8 @@ class ScriptedSession:
         ids = tuple(self._tokenizer.encode(line, add_special_tokens=False))
         if ids[-1] not in self._ends:
             ids += (self._ends[0],)
-        # nobody sampled these ids, and supervised steps do not read the logprobs
+        # these ids were not sampled, and supervised steps do not read the logprobs
         return Generation(ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.END_OF_TURN)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the session holds no resources."""

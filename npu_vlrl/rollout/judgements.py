@@ -1,4 +1,4 @@
-"""How often the judge failed: one that fails on every answer looks like a policy that is never right."""
+"""Counts of a judge's failures: a judge that fails on every answer looks like a policy that is never right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from npu_vlrl.types import Trajectory
 
 SHOWN = 5
-"""Different messages that are told."""
+"""Largest number of distinct messages that are reported."""
 
 
 class RolloutError(RuntimeError):
@@ -18,16 +18,16 @@ class RolloutError(RuntimeError):
 
 @dataclass
 class Judgements:
-    """Answers that were judged, and why the judge gave no verdict of its own on some of them.
+    """Number of judged answers, and the reasons for which the judge gave no verdict of its own on some of them.
 
     Example: `judgements.add(group)` for each group, then `judgements.check(0.5, "step3")`
     """
 
     answers: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    """How many answers met each message, without the name of the task."""
+    """Number of answers for each message, without the name of the task."""
     checks: Counter[str] = field(default_factory=Counter)
-    """The same for second checkers, which have no say."""
+    """Number of answers for each message of a checker of weight 0, which does not affect the reward."""
 
     @property
     def failed(self) -> int:
@@ -40,7 +40,7 @@ class Judgements:
                 self.count(trajectory.task.id, turn.verdict is not None, turn.judge_error, checks)
 
     def count(self, task: str, answer: bool, error: str | None, checks: Mapping[str, bool | str]) -> None:
-        """A turn of an episode of `task`; `checks`: those of its verdict."""
+        """Counts a turn of an episode of `task`; `checks` are those of its verdict."""
         self.answers += answer
         if error is not None:
             self.failures[_without(task, error)] += 1

@@ -1,10 +1,9 @@
 """Contexts that every engine continues after each update of its weights, so that the learner can compare.
 
-They are made here, not taken from the data: they are there before the first step and after a resume, they are small,
-and they are the same in every run of a model. One has two turns and, where the model has a tower, two pictures. The
-first picture is another one for each version of the weights, so no engine has its features, and the tower runs with the
-weights that it has now. The second one stays the same, as does the other context: what an engine kept of old weights
-shows in them.
+They are made here, not taken from the data: they exist before the first step and after a resume, are small, and are
+equal in every run of a model. One has two turns and, where the model has a tower, two images. The first image differs
+for each version of the weights, so no engine has its features cached, and the tower runs with its current weights. The
+second image and the other context stay the same, and reveal a cache of old weights.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from npu_vlrl.types import Generation, Image, Message, Sample, SamplingParams, S
 from npu_vlrl.workflow.render import Renderer
 
 DRAWS = 8
-"""Turns that continue each context, with different seeds; an engine computes the context once."""
+"""Number of turns that continue each context, with different seeds; an engine computes the context once."""
 
 NEW_TOKENS = 2
-"""Of each turn: the first comes from the context, the second from a step of decoding."""
+"""Tokens of each turn: the first comes from the prefill, the second from a decode step."""
 
 TEMPERATURE = 1.0
 
 SIZE = 56, 84
-"""Height and width of the pictures in pixels; the model's own limits may enlarge them."""
+"""Height and width of the images in pixels; the model's own limits may enlarge them."""
 
 QUESTION = "Which way is the top of the picture? Say what you see, and why."
 REPLY = "The top is left."
@@ -35,19 +34,20 @@ FOLLOW_UP = "No. Here is another one, try again."
 
 
 class Probe:
-    """Makes the requests, and samples of their answers."""
+    """Makes the requests of the probe, and samples from their answers."""
 
     def __init__(self, loaded: LoadedModel, renderer: Renderer, context_tokens: int) -> None:
-        """`context_tokens` is what engines have room for. Pictures that do not fit are left out, and text is cut."""
+        """`context_tokens` limits context and turn; images that do not fit are left out, and text is cut."""
         self._loaded = loaded
         self._renderer = renderer
         self._new_tokens = min(NEW_TOKENS, context_tokens - 1)
         self._room = context_tokens - self._new_tokens
 
     def contexts(self, version: int) -> list[tuple[Segment, ...]]:
-        """Those for one version of the weights."""
+        """Contexts for one version of the weights."""
         special = self._renderer.special
-        fresh, same = ((_picture(seed),) if self._loaded.processor is not None else () for seed in (version + 1, 0))
+        seeds = version + 1, 0
+        fresh, same = ((_random_image(seed),) if self._loaded.processor is not None else () for seed in seeds)
         opened = self._renderer.open([Message("user", (*fresh, QUESTION))])
         ids = (*self._loaded.tokenizer.encode(REPLY, add_special_tokens=False), special.end_of_turn[0])
         reply = self._action(Generation(ids, (0.0,) * len(ids), (version,) * len(ids), StopReason.END_OF_TURN))
@@ -57,7 +57,7 @@ class Probe:
         return [*fitting[:1], (Segment(SegmentKind.PROMPT, text.token_ids[: self._room], special),)]
 
     def requests(self, contexts: Sequence[Sequence[Segment]]) -> list[Request]:
-        """`DRAWS` turns of each context, one context after the other."""
+        """Requests for `DRAWS` turns of each context, one context after the other."""
         drawn = [(context, draw) for context in contexts for draw in range(DRAWS)]
         return [
             Request(
@@ -72,7 +72,8 @@ class Probe:
     def samples(
         self, engine: str, contexts: Sequence[Sequence[Segment]], answers: Sequence[Generation]
     ) -> list[Sample]:
-        """The answers of one engine to `requests`. Those to one context share a group, whichever engine gave them."""
+        """Samples from the answers of one engine to `requests`. Answers to one context, also of other engines, share a
+        group."""
         made = []
         for number, answer in enumerate(answers):
             context = contexts[number // DRAWS]
@@ -94,5 +95,5 @@ class Probe:
         )
 
 
-def _picture(seed: int) -> Image:
+def _random_image(seed: int) -> Image:
     return Image(np.random.default_rng(seed).integers(0, 256, (*SIZE, 3), dtype=np.uint8))

@@ -1,10 +1,11 @@
-"""Which groups may begin and which a step trains on, so that none is older than it may be. No clock and no engine here.
+"""Schedule of asynchronous groups: which may begin and which a step takes, within a bound of the staleness. It uses
+neither clock nor engine.
 
 With G groups a step and a staleness of at most η, and the weights of version s before step s:
 
-- the n-th group (from 0) may begin when n // G <= version + η: when its step comes, it is not too old. So at most
-  (η + 1)·G groups have begun and are not trained: the queue is bounded, and nothing is thrown away.
-- a step takes those groups that are ready and must be trained first. One that is not ready lets others pass as long as
+- the n-th group (from 0) may begin when n // G <= version + η: it is not too old at its step. So at most (η + 1)·G
+  groups have begun and are not trained: the queue is bounded, and no group is discarded.
+- a step takes the ready groups with the earliest deadlines. Later groups may overtake one that is not ready as long as
   all that have begun can still be trained in time, G a step; then the step waits for it.
 """
 
@@ -17,12 +18,12 @@ from dataclasses import dataclass
 @dataclass
 class _Begun:
     deadline: int
-    """The last step that may train on it: the version that it began with, plus η."""
+    """The last step that may train on the group: the version that it began with, plus η."""
     ready: bool = False
 
 
 class Schedule:
-    """See above. Groups are numbered in the order in which they begin.
+    """Schedule of the groups of a training. Groups are numbered in the order in which they begin.
 
     Example: `Schedule(groups=16, staleness=1, steps=100)`
     """
@@ -35,7 +36,7 @@ class Schedule:
         self._step = step
         self._number = 0
         self._begun: dict[int, _Begun] = {}
-        """What is neither trained nor given up, in the order in which it began, which is that of the deadlines."""
+        """Groups that are neither trained nor given up, in the order of their beginning and of their deadlines."""
 
     @property
     def outstanding(self) -> list[int]:
@@ -44,7 +45,7 @@ class Schedule:
 
     @property
     def ready(self) -> int:
-        """How many of them are ready."""
+        """Number of outstanding groups that are ready."""
         return sum(begun.ready for begun in self._begun.values())
 
     def admit(self, version: int) -> bool:
@@ -60,15 +61,15 @@ class Schedule:
         return number
 
     def finish(self, number: int) -> None:
-        """The group is ready."""
+        """Marks a group as ready."""
         self._begun[number].ready = True
 
     def fail(self, number: int) -> None:
-        """The group will not be trained; another may begin in its place."""
+        """Gives up a group; another may begin in its place."""
         del self._begun[number]
 
     def take(self, step: int) -> dict[int, int] | None:
-        """The groups of this step, whose turn it is, and the staleness of each; None while it has to wait for some."""
+        """Takes the groups of the next step; returns the staleness of each, or None while the step has to wait."""
         assert step == self._step, f"step {step} asks for its groups, and it is the turn of step {self._step}"
         chosen = [number for number, begun in self._begun.items() if begun.ready][: self.groups]
         left = [begun.deadline for number, begun in self._begun.items() if number not in chosen]

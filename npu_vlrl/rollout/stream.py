@@ -1,4 +1,4 @@
-"""Where a training gets the groups of its steps: played in turn with the learner, or all the time beside it.
+"""Sources of the groups of a training's steps: played in turn with the learner, or continuously beside it.
 
 in turn    play 0 | learn 0 | play 1 | learn 1 | ...
 Stream     play ----------------------------------
@@ -27,14 +27,14 @@ from npu_vlrl.workflow.base import Sampling, Workflow
 T = TypeVar("T")
 
 RETRIES = 2
-"""So often an episode is tried again after an engine could not do its part."""
+"""Number of retries of an episode after errors of an engine."""
 
 HOPELESS = 100
-"""So many times the groups of a step may fail before the step has its own, where any share of them may."""
+"""Number of failed groups, as a multiple of the groups of a step, that ends the run whatever share may fail."""
 
 
 class InTurn:
-    """Synchronous: the engine rests while the learner works, and all that is trained on is of its own weights."""
+    """Synchronous rollouts: the engine rests while the learner works, and samples all tokens with current weights."""
 
     def __init__(self, collect: Callable[[int], Awaitable[Rollout]], source: TaskSource, engine: RoundEngine) -> None:
         """`collect` plays the groups of a step."""
@@ -46,7 +46,7 @@ class InTurn:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Nothing is going on."""
+        """Does nothing: no episode is running."""
 
     async def beside(self, work: Callable[[], T]) -> T:
         return work()
@@ -57,7 +57,7 @@ class InTurn:
 
 @dataclass(frozen=True)
 class Episodes:
-    """How the groups of a stream are played."""
+    """Settings of the episodes of a stream."""
 
     workflow: Workflow
     engine: RoundEngine
@@ -66,7 +66,7 @@ class Episodes:
     max_failed_share: float
     has_spread: Callable[[Sequence[Trajectory]], bool]
     max_extra_groups: int = 0
-    """See `collect`: so many groups without spread are replaced for each step."""
+    """Number of groups without spread that are replaced for each step, see `collect`."""
 
 
 @dataclass
@@ -80,15 +80,15 @@ class _SinceLastStep:
 @dataclass
 class _Group:
     position: int
-    """Of its task in the source."""
+    """Position of the group's task in the source."""
     trajectories: list[Trajectory] = field(default_factory=list)
-    """Once they are all there."""
+    """All trajectories of the group, once it is complete."""
 
 
 class Stream:
-    """Groups that are played all the time, as many as the `Schedule` admits; a step takes whole groups from it.
+    """Asynchronous rollouts: as many groups are played as the `Schedule` admits, and a step takes complete groups.
 
-    A failed group is replaced by another. Use it as a context: at the end it stops playing.
+    A failed group is replaced by another. Use it as a context, whose end cancels the episodes.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Stream:
         self.source = source
         self.schedule = schedule
         self._groups: dict[int, _Group] = {}
-        """By number: all that are outstanding."""
+        """Outstanding groups by number."""
         self._jobs: set[asyncio.Task[list[Trajectory]]] = set()
         self._since = _SinceLastStep()
         self._error: BaseException | None = None
-        """What no other group can do anything about: the run ends."""
+        """Error that ends the run, because no other group could replace the failed one."""
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Stream:
@@ -119,14 +119,14 @@ class Stream:
         for job in self._jobs:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
-        if kind is None or not issubclass(kind, (EngineError, PeerError)):  # else it could wait long for a dead one
+        if kind is None or not issubclass(kind, (EngineError, PeerError)):  # else it could wait for a dead engine
             await self.episodes.engine.rest()
 
     async def take(self, step: int) -> Rollout:
-        """The groups of a step, once they are there.
+        """Waits for the groups of a step, and takes them.
 
         Raises RolloutError when more than `max_failed_share` of the groups, or of the judgements, since the last step
-        failed, and what ended an engine or the source of tasks.
+        failed, and the errors of engines and of the source of tasks.
         """
         began = time.monotonic()
         while (chosen := self._choose(step)) is None:
@@ -148,7 +148,7 @@ class Stream:
         return Rollout(groups, since.failed, since.replaced, since.judgements, metrics)
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """Does the learner's work in a thread, while episodes go on."""
+        """Runs the learner's work in a thread, while episodes continue."""
 
         def enter_and_work() -> T:
             self.enter_thread()
@@ -157,13 +157,13 @@ class Stream:
         return await in_thread(enter_and_work)
 
     async def update(self, version: int, check: Check = no_check) -> dict[str, float]:
-        """Brings new weights to the engine, in the middle of turns; see `RoundEngine.update`."""
+        """Brings new weights to the engine, which interrupts turns; see `RoundEngine.update`."""
         metrics = await self.episodes.engine.update(version, check)
         self._fill()
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """That of the source, in which tasks that were drawn and not trained will be drawn again."""
+        """State of the source, from which tasks that were drawn and not trained are drawn again."""
         return self.source.state_dict([self._groups[number].position for number in self.schedule.outstanding])
 
     def _choose(self, step: int) -> dict[int, int] | None:
@@ -172,7 +172,7 @@ class Stream:
         return self.schedule.take(step)
 
     def _fill(self) -> None:
-        """Begins what may begin."""
+        """Begins all groups that the schedule admits."""
         while self._error is None and self.schedule.admit(version := self.episodes.engine.weight_version):
             position, task = self.source.draw()
             number = self.schedule.begin(version)
@@ -210,7 +210,7 @@ class Stream:
         self._changed.set()
 
     def _sort(self, number: int, trajectories: list[Trajectory]) -> None:
-        """Keeps a group that can be trained on; gives another one up."""
+        """Keeps a complete group if it can be trained on, and gives it up otherwise."""
         since, episodes = self._since, self.episodes
         since.judgements.add(trajectories)
         if has_failed(trajectories):
@@ -234,7 +234,7 @@ class Stream:
 
 
 def interrupted_share(groups: Sequence[Sequence[Trajectory]]) -> float | None:
-    """Share of the sampled tokens that are in turns with tokens of several versions; None where none were sampled."""
+    """Share of the sampled tokens that are in turns with tokens of several versions; None without sampled tokens."""
     turns = [turn.action for group in groups for trajectory in group for turn in trajectory.turns]
     tokens = sum(map(len, turns))
     interrupted = sum(len(turn) for turn in turns if len(set(turn.weight_versions)) > 1)

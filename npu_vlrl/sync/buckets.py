@@ -1,4 +1,4 @@
-"""The memory that weights travel through, bucket by bucket, and what each side does while one is on its way."""
+"""Buckets: the memory through which weights are transferred, and the overlap of packing, transfer and loading."""
 
 from __future__ import annotations
 
@@ -30,54 +30,55 @@ class Buckets(ABC):
 
     @abstractmethod
     def load(self, bucket: int) -> None:
-        """What to do with a bucket that has arrived."""
+        """Processes a bucket that has arrived."""
 
     @abstractmethod
     def commit(self) -> None:
-        """All have arrived, and all engines have the same."""
+        """Takes the update, once all buckets have arrived and all engines have the same."""
 
-    def step_aside(self) -> None:
-        """Lets the collective begin that waits for the same bucket to arrive.
+    def let_collective_start(self) -> None:
+        """Lets the next collective, which waits for the same bucket, start before the operations that follow.
 
-        Behind a large operation it would wait until the device has room for it; four tiny ones take long enough.
+        Behind a large operation it would wait for free resources of the device; four tiny operations take long enough.
         """
         for _ in range(4):
             self._pause.zero_()
 
 
 class OwnBuckets(Buckets):
-    """Of parameters of this process. There is memory for two buckets: one travels, the other is packed or loaded.
+    """Buckets of parameters of this process. Two are in memory: one is in flight, the other is packed or loaded.
 
-    A parameter that fills a bucket travels from and into its own memory.
+    A parameter that fills a bucket is sent from and received into its own memory.
     """
 
     def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
         device = parameters[plan.places[0].fact.name].device if plan.places else None
         super().__init__(plan, device)
         self._parameters = parameters
-        self._whole = {bucket: own for bucket in range(self.count) if (own := self._filling(bucket)) is not None}
-        shared = [size for bucket, size in enumerate(plan.bucket_sizes) if bucket not in self._whole]
+        self._direct = {bucket: own for bucket in range(self.count) if (own := self._filling(bucket)) is not None}
+        """Memory of the parameters that fill a bucket, by bucket."""
+        shared = [size for bucket, size in enumerate(plan.bucket_sizes) if bucket not in self._direct]
         self._buffers = [torch.empty(max(shared), dtype=torch.uint8, device=device) for _ in range(2 if shared else 0)]
 
     def buffer(self, bucket: int) -> Tensor:
-        if bucket in self._whole:
-            return self._whole[bucket]
+        if bucket in self._direct:
+            return self._direct[bucket]
         return self._buffers[bucket % 2][: self.plan.bucket_sizes[bucket]]
 
     @torch.no_grad()
     def pack(self, bucket: int) -> None:
-        if bucket not in self._whole:
+        if bucket not in self._direct:
             views, own = self._both(bucket)
             torch._foreach_copy_(views, own)
 
     @torch.no_grad()
     def load(self, bucket: int) -> None:
-        if bucket not in self._whole:
+        if bucket not in self._direct:
             views, own = self._both(bucket)
             torch._foreach_copy_(own, views)
 
     def commit(self) -> None:
-        """They are loaded already."""
+        """Does nothing: the buckets are loaded already."""
 
     def _filling(self, bucket: int) -> Tensor | None:
         """The memory of the parameter that fills a bucket, if one does."""
@@ -95,57 +96,59 @@ class OwnBuckets(Buckets):
 
 
 class StagedBuckets(Buckets):
-    """Of weights that others hold: all buckets are kept until the commit, and handed over then."""
+    """Buckets of weights in another process: all buckets are staged until the commit, and copied from there then."""
 
     def __init__(
-        self, plan: Plan, room: Callable[[int], Tensor], take: Callable[[Plan, Sequence[Tensor]], None]
+        self, plan: Plan, allocate: Callable[[int], Tensor], copy: Callable[[Plan, Sequence[Tensor]], None]
     ) -> None:
-        self._kept = [room(size) for size in plan.bucket_sizes]
-        self._take = take
-        super().__init__(plan, self._kept[0].device if self._kept else None)
+        self._staged = [allocate(size) for size in plan.bucket_sizes]
+        self._copy = copy
+        super().__init__(plan, self._staged[0].device if self._staged else None)
 
     def buffer(self, bucket: int) -> Tensor:
-        return self._kept[bucket]
+        return self._staged[bucket]
 
     def load(self, bucket: int) -> None:
-        """Not before the commit."""
+        """Does nothing: the weights are copied at the commit."""
 
     def commit(self) -> None:
-        self._take(self.plan, self._kept)
+        self._copy(self.plan, self._staged)
 
 
 @dataclass(frozen=True)
 class WeightTarget:
-    """What an engine holds, and how it takes new weights."""
+    """The parameters of an engine, and the buckets by which it takes new weights."""
 
     facts: tuple[Fact, ...]
-    """All its parameters, since it does not know which are trained."""
+    """All parameters of the engine, since it does not know which are trained."""
     new_buckets: Callable[[Plan], Buckets]
-    """Takes the memory for an update."""
+    """Allocates the buckets of an update."""
 
 
 def in_place(parameters: Mapping[str, Tensor]) -> WeightTarget:
-    """Of an engine whose parameters are tensors of this process."""
+    """Target of an engine whose parameters are tensors of this process."""
     facts = tuple(Fact.of(name, tensor) for name, tensor in parameters.items())
     return WeightTarget(facts, lambda plan: OwnBuckets(plan, parameters))
 
 
-def handed_over(
-    facts: Sequence[Fact], room: Callable[[int], Tensor], take: Callable[[Plan, Sequence[Tensor]], None]
+def staged(
+    facts: Sequence[Fact], allocate: Callable[[int], Tensor], copy: Callable[[Plan, Sequence[Tensor]], None]
 ) -> WeightTarget:
-    """Of an engine whose weights are elsewhere. `room` makes memory, uint8 [bytes], where the collective can write, and
-    `take` copies from it, before it returns.
+    """Target of an engine whose weights are in other processes. `allocate` makes memory, uint8 [bytes], that the
+    collective can write to, and `copy` copies from it before it returns.
     """
-    return WeightTarget(tuple(facts), lambda plan: StagedBuckets(plan, room, take))
+    return WeightTarget(tuple(facts), lambda plan: StagedBuckets(plan, allocate, copy))
 
 
 def send_all(buckets: OwnBuckets, group: dist.ProcessGroup | None) -> list[int]:
-    """Packing goes on while the bucket before it travels; a bucket travels while its checksum is made."""
+    """Sends all buckets; returns their checksums. Packing overlaps the transfer of the bucket before, and the checksum
+    of a bucket its transfer.
+    """
     works: list[dist.Work] = []
     for bucket in range(buckets.count):
         if bucket >= 2:
             works[bucket - 2].wait()  # the buffer is free again
-            buckets.step_aside()
+            buckets.let_collective_start()
         buckets.pack(bucket)
         works.append(dist.broadcast(buckets.buffer(bucket), LEARNER, group=group, async_op=True))
         buckets.sums.take(bucket, buckets.buffer(bucket))
@@ -155,13 +158,13 @@ def send_all(buckets: OwnBuckets, group: dist.ProcessGroup | None) -> list[int]:
 
 
 def receive_all(buckets: Buckets, group: dist.ProcessGroup | None) -> list[int]:
-    """Loads a bucket while the next one travels."""
+    """Receives all buckets; returns their checksums. A bucket is loaded during the transfer of the next one."""
     works: list[dist.Work] = []
     for bucket in range(buckets.count):
         for ahead in range(len(works), min(bucket + 2, buckets.count)):
             works.append(dist.broadcast(buckets.buffer(ahead), LEARNER, group=group, async_op=True))
         works[bucket].wait()
-        buckets.step_aside()
+        buckets.let_collective_start()
         buckets.sums.take(bucket, buckets.buffer(bucket))
         buckets.load(bucket)
     return buckets.sums.read()

@@ -1,7 +1,7 @@
-"""New weights by way of files, where no collective reaches the engines: the two phases are the same.
+"""Weight synchronisation by files, where no collective reaches the engines, in the same two phases.
 
-The learner writes what changed as `<version>.safetensors` under a name of its own, and renames it when it is whole; so
-whoever sees the file sees all of it. Engines read it into buckets, and say the checksums of what they read.
+The learner writes the changed weights as `<version>.safetensors`, under another name until the file is complete, so a
+visible file is always complete. Engines read it into buckets, and answer with the checksums of the buckets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from npu_vlrl.sync.transfer import Checksums
 from npu_vlrl.sync.weights import Staged, SyncError, WeightReceiver, WeightSender
 
 FOLDER = "weights"
-"""In the run folder, as long as the run goes on."""
+"""Folder of the files in the run folder, during the run."""
 
 
 class Written(Message):
@@ -34,12 +34,12 @@ class Written(Message):
 
 
 class DiskSender(WeightSender):
-    """The learner's side. While it writes it holds all that changed in the memory of the host."""
+    """The learner's side. While it writes, all changed weights are in the memory of the host."""
 
     def __init__(self, world: World, parameters: Mapping[str, Tensor], bucket_bytes: int, folder: Path) -> None:
-        """`folder` is made anew; every engine must see it under the same name. Raises what `WeightSender` raises."""
+        """Recreates `folder`, which every engine must see under the same name. Raises what `WeightSender` raises."""
         self.folder = folder.absolute()
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a learner that was killed
+        shutil.rmtree(self.folder, ignore_errors=True)  # a killed learner may have left it
         self.folder.mkdir(parents=True)
         super().__init__(world, parameters, bucket_bytes)
 
@@ -73,7 +73,7 @@ class DiskReceiver(WeightReceiver):
             with safe_open(file, "pt") as tensors:
                 for number in range(buckets.count):
                     buffer = buckets.buffer(number)
-                    buffer.zero_()  # what is between tensors counts in the checksum
+                    buffer.zero_()  # the padding between tensors is part of the checksum
                     for name, view in buckets.plan.views(number, buffer).items():
                         view.copy_(tensors.get_tensor(name))
                     buckets.sums.take(number, buffer)

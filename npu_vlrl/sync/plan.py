@@ -1,4 +1,4 @@
-"""Which parameter lies where in which bucket. Both sides compute the plan from the same facts and compare checksums."""
+"""Layout of parameters in buckets. Both sides compute the plan from the same facts, and compare its checksum."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 512
-"""Bytes; what device memory is read fastest in, and a multiple of every dtype's size."""
+"""Alignment of tensors in bytes: device memory is read fastest in such units, and every dtype's size divides it."""
 
 SMALLEST = 8
-"""Of `bucket_bytes` the first and the last buckets may take this part."""
+"""Divisor of `bucket_bytes` for the first and the last buckets."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What one side says of a parameter, before anything is sent.
+    """Name, dtype and shape of a parameter on one side, exchanged before anything is sent.
 
     Example: `Fact("lm_head.weight", "bfloat16", (1000, 64))`
     """
@@ -37,7 +37,7 @@ class Fact:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         elements = 1
         for length in self.shape:
             elements *= length
@@ -58,7 +58,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter's bytes: `fact.size` of them from `offset` on, in bucket number `bucket`."""
+    """Location of a parameter: `fact.size` bytes from `offset` on, in bucket number `bucket`."""
 
     fact: Fact
     bucket: int
@@ -66,7 +66,7 @@ class Place:
 
     @cached_property
     def _layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Shape, strides and offset, in elements. They are looked up often, and at a rate that counts."""
+        """Shape, strides and offset, in elements; cached, since transfers look them up often."""
         strides = [1]
         for length in reversed(self.fact.shape[1:]):
             strides.insert(0, strides[0] * length)
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes on the wire."""
+        """Bytes sent in one update."""
         return sum(self.bucket_sizes)
 
     @cached_property
@@ -118,10 +118,10 @@ class Plan:
 
 
 def make_plan(facts: Sequence[Fact], bucket_bytes: int) -> Plan:
-    """Fills buckets in the order given; a parameter larger than a bucket has one of its own.
+    """Fills buckets in the given order; a parameter larger than a bucket has one of its own.
 
-    The first bucket is smaller than `bucket_bytes`, and the last ones take no more than half of what is left: nothing
-    else goes on while the first is packed and the last is loaded.
+    The first bucket is smaller than `bucket_bytes`, and the last ones take no more than half of the rest: packing of
+    the first and loading of the last overlap with no transfer.
     """
     padded = [-(-fact.size // ALIGNMENT) * ALIGNMENT for fact in facts]
     places: list[Place] = []
@@ -138,7 +138,7 @@ def make_plan(facts: Sequence[Fact], bucket_bytes: int) -> Plan:
 
 
 def distinct(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tied parameters once, under the first of their names."""
+    """The parameters with tied ones only once, under the first of their names."""
     seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     kept: dict[str, Tensor] = {}
     for name, tensor in parameters.items():

@@ -1,4 +1,4 @@
-"""What moves the bytes of an update: a collective that can be given up, and checksums made where the bytes are."""
+"""Transfer of an update: a collective that can be given up, and checksums computed where the bytes are."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from npu_vlrl.network.world import World
 T = TypeVar("T")
 
 WORDS = 8190
-"""int64 words in a row of the checksum: no power of two is a multiple of it, and rows are a multiple of 16 bytes."""
+"""Number of int64 words in a row of the checksum: it divides no power of two, and a row is a multiple of 16 bytes."""
 
 POLL_S = 0.02
 GRACE_S = 1.0
-"""After a collective failed: how long to look for the peer whose end is the reason."""
+"""Seconds after the failure of a collective in which to look for the peer whose end is the reason."""
 
 
 class TransferTimeout(Exception):
@@ -27,12 +27,12 @@ class TransferTimeout(Exception):
 
 
 def guarded(collective: Callable[[], T], world: World, look: Callable[[], None], limit_s: float) -> T:
-    """Runs a collective, and gives it up when `look`, which is called again and again, raises what ended it.
+    """Runs a collective, and gives it up when `look`, which is called repeatedly, raises.
 
     A collective of a device waits for a dead process until a timeout of its own, if ever, and cannot be interrupted.
-    It therefore runs in a thread, which is left behind in that case; `world.abandoned` tells.
-    Raises TransferTimeout after `limit_s` seconds. When the collective itself raises, `look` has the first word for a
-    second: the end of a process says more than the error that it causes here.
+    It therefore runs in a thread, which is abandoned in that case; `world.abandoned` is then True.
+    Raises TransferTimeout after `limit_s` seconds. When the collective itself raises, `look` is called for another
+    second, and its error is preferred: the end of a process explains more than the error that it causes here.
     """
     result: list[T] = []
     failure: list[Exception] = []
@@ -40,7 +40,7 @@ def guarded(collective: Callable[[], T], world: World, look: Callable[[], None],
 
     def work() -> None:
         try:
-            world.enter_thread()  # in here, so that a device that does not answer is heard of
+            world.enter_thread()  # inside, so that the error of a device that does not answer is caught
             result.append(collective())
         except Exception as error:
             failure.append(error)
@@ -48,7 +48,7 @@ def guarded(collective: Callable[[], T], world: World, look: Callable[[], None],
             done.set()
 
     world.start(work)
-    world.abandoned = True  # until all is well
+    world.abandoned = True  # until the collective has succeeded
     deadline = time.monotonic() + limit_s
     while not done.wait(POLL_S):
         look()
@@ -65,11 +65,11 @@ def guarded(collective: Callable[[], T], world: World, look: Callable[[], None],
 
 
 class Checksums:
-    """A number for each bucket, computed where it is, which changes with every word and with the words' order.
+    """A checksum for each bucket, computed on its device, which depends on every word and on the words' order.
 
-    The words, int64, make rows of `WORDS`, the last of which may be shorter; the number is the sum of their columns,
-    each times its rank. Words that change places are noticed, unless they stay in their column, which no displacement
-    by a power of two does.
+    The int64 words form rows of `WORDS`, the last of which may be shorter; the checksum is the sum over columns of the
+    column's sum times its rank. It detects words that are displaced to another column, and a displacement by a power of
+    two always changes the column.
     """
 
     def __init__(self, count: int, device: torch.device | None) -> None:
@@ -77,13 +77,13 @@ class Checksums:
         self._ranks = torch.arange(1, WORDS + 1, device=device)
 
     def take(self, number: int, bucket: Tensor) -> None:
-        """Reads a bucket, uint8 [whole words], without waiting for it."""
+        """Reads a bucket, uint8 of a multiple of 8 bytes, without waiting for the device."""
         words = bucket.view(torch.int64)
-        whole = len(words) // WORDS
-        torch.sum(words[: whole * WORDS].view(whole, WORDS), 0, out=self._columns[number])
-        rest = words[whole * WORDS :]
+        rows = len(words) // WORDS
+        torch.sum(words[: rows * WORDS].view(rows, WORDS), 0, out=self._columns[number])
+        rest = words[rows * WORDS :]
         self._columns[number, : len(rest)] += rest
 
     def read(self) -> list[int]:
-        """Waits until all buckets have been read."""
+        """Returns the checksums, once all buckets have been read."""
         return (self._columns * self._ranks).sum(1).tolist()

@@ -1,8 +1,8 @@
-"""New weights from the learner to the engines: buckets by broadcast, in two phases.
+"""Weight synchronisation from the learner to the engines: buckets are broadcast, in two phases.
 
-An engine loads a bucket while the next one travels, and says the checksums of all. Only when every engine has what was
-sent does the learner say `commit`. Until then an engine holds no version: whoever dies in between, nobody samples from
-a mixture of two.
+An engine loads a bucket while the next one is in flight, and answers with the checksums of all. The learner commits
+only when every engine has the bytes that were sent. Until then an engine holds no version: whichever process dies, no
+engine samples from a mixture of two versions.
 
     learner   weights ->              buckets ->            commit ->
     engine                                       <- staged
@@ -28,17 +28,17 @@ from npu_vlrl.sync.plan import Fact, Plan, distinct, make_plan
 from npu_vlrl.sync.transfer import TransferTimeout, guarded
 
 Sums = list[int]
-"""The checksum of each bucket."""
+"""Checksums of the buckets, in order."""
 
 
 class Parameters(Message):
-    """What an engine says of its parameters, once."""
+    """Lists the parameters of an engine; sent once."""
 
     facts: list[Fact]
 
 
 class Weights(Message):
-    """Announces an update. The names and the size of a bucket come along the first time that a plan is used."""
+    """Announces an update. Names and bucket size are set the first time that a plan is used."""
 
     version: int
     plan: str
@@ -54,31 +54,31 @@ class Staged(Message):
 
 
 class Decision(Message):
-    """Lets the engines take the update, or drop it."""
+    """Lets the engines commit the update, or drop it."""
 
     commit: bool
 
 
 class SyncError(RuntimeError):
-    """The two sides do not hold the same parameters, or what came is not what was sent; the message names it."""
+    """The two sides do not have the same parameters, or other bytes arrived than were sent; the message names them."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one update came to."""
+    """Size and duration of one update."""
 
     bytes_sent: int
-    """To each engine."""
+    """Bytes sent to each engine."""
     tensors: int
     buckets: int
     seconds: float
 
 
 class WeightSender:
-    """The learner's side. While it sends it holds two buckets: one is packed while the other is on its way."""
+    """The learner's side. While it sends, two buckets are in memory: one is packed while the other is in flight."""
 
     def __init__(self, world: World, parameters: Mapping[str, Tensor], bucket_bytes: int) -> None:
-        """`parameters` are the trained ones; what is frozen is equal on both sides from the start.
+        """`parameters` are the trained ones; frozen ones are equal on both sides from the start.
 
         Waits for each engine's `WeightReceiver`. Raises SyncError when a parameter is missing there or has another
         shape, or when two engines hold it in different dtypes.
@@ -92,19 +92,19 @@ class WeightSender:
         self._committed: Sequence[int | None] = self._nothing()
         """The version counter of each tensor when the engines last took it."""
         self._plans: dict[tuple[str, ...], Plan] = {}
-        self._told: set[str] = set()
+        self._sent_plans: set[str] = set()
         """Checksums of the plans that the engines know."""
         self._version: int | None = None
 
     def send(self, version: int) -> SyncReport:
         """Brings the engines to `version`: all parameters the first time, then those that changed.
 
-        A change is what torch counts in a tensor's version counter, and every step of an optimiser. Not counted is what
-        is written through `.data` or by a kernel that torch knows nothing of; `torch.autograd.graph.increment_version`
-        counts it by hand.
+        Changes are those that torch counts in a tensor's version counter, and every step of an optimiser. Writes
+        through `.data` or by a kernel outside torch are not counted; `torch.autograd.graph.increment_version` counts
+        them by hand.
         Raises ValueError for a version below the last one, PeerError when an engine is gone or too slow, and SyncError
         when an engine got other bytes; the engines then hold no version until the next update, which sends everything.
-        After any other error than of wrong bytes the connections are of no more use.
+        After any other error the connections cannot be used any more.
         """
         if self._version is not None and version < self._version:
             raise ValueError(f"sync: version {version} comes after version {self._version}; versions never fall")
@@ -114,10 +114,10 @@ class WeightSender:
             name for name, count, sent in zip(self._parameters, counters, self._committed, strict=True) if count != sent
         )
         plan = self._plan(changed)
-        is_known = plan.checksum in self._told
+        is_known = plan.checksum in self._sent_plans
         announced = () if is_known else (list(changed), self.bucket_bytes)
         self._tell(Weights(version, plan.checksum, *announced))
-        self._told.add(plan.checksum)
+        self._sent_plans.add(plan.checksum)
         self._transfer(plan, version)
         self._tell(Decision(commit=True))
         self._committed, self._version = counters, version
@@ -127,7 +127,7 @@ class WeightSender:
         return [None] * len(self._parameters)
 
     def _agree(self) -> dict[str, Fact]:
-        """What each parameter looks like on the wire: our shape in the engines' dtype."""
+        """Facts of each parameter as it is sent: our shape in the engines' dtype. Raises SyncError, see `__init__`."""
         agreed: dict[str, Fact] = {}
         for channel in self._channels:
             answer = channel.expect(Parameters, self.world.start_timeout_s, SyncError)
@@ -185,7 +185,9 @@ class WeightSender:
         self._compare(sums, staged)
 
     def _compare(self, sums: Sums, staged: Mapping[int, Sums]) -> None:
-        """On a difference all engines hold no version any more, and nothing counts as sent."""
+        """Compares the checksums. On a difference the engines drop the update and hold no version, nothing counts as
+        sent, and SyncError is raised.
+        """
         wrong: list[str] = []
         for channel in self._channels:
             pairs = zip(sums, staged[channel.peer.rank], strict=True)
@@ -204,22 +206,22 @@ class WeightReceiver:
     """An engine's side."""
 
     def __init__(self, world: World, holder: WeightTarget) -> None:
-        """Tells the learner which parameters this engine has."""
+        """Sends the learner the list of this engine's parameters."""
         self.world = world
         self.version: int | None = None
         self._holder = holder
         self._facts = {fact.name: fact for fact in holder.facts}
         self._channel = world.channel(LEARNER)
         self._plans: dict[str, Plan] = {}
-        # the learner is the judge of what takes too long: it knows every engine, and says which one is late
+        # the learner decides what takes too long: it sees every engine, and names the late one
         self._patience_s = 2 * world.timeout_s
         self._channel.send(Parameters(list(holder.facts)))
 
     def receive(self, message: Weights) -> int | None:
-        """Takes an update. Returns the new version, None when the learner dropped the update.
+        """Receives an update. Returns the new version, or None when the learner dropped the update.
 
         Raises SyncError when the two sides plan differently or the transfer fails, and PeerError when the learner is
-        gone or gives up. `version` is None from the first bucket to the word of the learner that all have arrived.
+        gone or gives up. `version` is None from the first bucket until the learner commits.
         """
         buckets = self._holder.new_buckets(self._plan(message))
         self.version = None
@@ -241,18 +243,18 @@ class WeightReceiver:
         self._channel.send(Staged(sums))
 
     def _fill(self, buckets: Buckets) -> None:
-        """Takes what the learner sends, and tells it the checksums."""
+        """Receives the buckets, and sends the learner their checksums."""
 
-        said = False
+        answered = False
 
-        def fill() -> None:  # says it itself: the learner would wait until the other thread is awake
-            nonlocal said
+        def fill() -> None:  # answers in this thread: otherwise the learner would wait until the other one wakes up
+            nonlocal answered
             sums = receive_all(buckets, self.world.weights_group)
-            said = True
+            answered = True
             self._say(sums)
 
         def look() -> None:
-            if not said and self._channel.waiting():  # what comes afterwards is the answer
+            if not answered and self._channel.waiting():  # a message after that is the decision
                 self._channel.check_alive()
                 raise PeerError(self._channel.peer, "gave up in the middle of an update of the weights")
 
@@ -269,9 +271,9 @@ class WeightReceiver:
 
 @cache
 def count_optimizer_steps() -> RemovableHandle:
-    """Makes the step of any optimiser show in the version counters of its parameters.
+    """Lets steps of all optimisers increase the version counters of their parameters.
 
-    Fused optimisers write without counting, and on some devices so do those that work on lists of tensors.
+    Fused optimisers write without counting, and on some devices so do optimisers over lists of tensors.
     """
 
     def count(optimizer: Optimizer, arguments: tuple[object, ...], options: dict[str, object]) -> None:

@@ -1,1 +1,1 @@
-"""The parts of a run and its processes, evaluations, the warm start, the guard, Ctrl-C."""
+"""Assembly of a run: its parts and processes, evaluations, the warm start, the guard."""

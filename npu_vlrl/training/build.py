@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run."""
+"""Builds the parts of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -46,51 +46,51 @@ from npu_vlrl.workflow.tools.forms import FORMS, ToolForm
 from npu_vlrl.workflow.workflows import workflow_maker
 
 EVALUATION_SEED = 1_000_003
-"""Added to `train.seed` for generated evaluation tasks, so that no training task is among them."""
+"""Offset of `train.seed` for generated evaluation tasks, so that no training task is among them."""
 
 
 TEXT_UNIT = 28
-"""Pixels along the side of a card in generated pictures, for a model that does not see them; where it does, a card is
-one of its tokens.
+"""Pixels along the side of a card in generated images, for a text-only model; for a vision-language model a card is one
+image token.
 """
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything a run is made of, but the learner."""
+    """The parts of a run, except the learner."""
 
     platform: Platform
     loaded: LoadedModel
     vision: VisionFeatures
     engine: RoundEngine
     world: World | None
-    """None where this is the only process."""
+    """Connections to the other processes; None where this is the only process."""
     ranks: Ranks
-    """Those that learn together; this process alone where `train.learners` is 1."""
+    """The ranks that learn together; this process alone where `train.learners` is 1."""
     workflow: Workflow
     episodes: EpisodeParts
     format: Format | None
-    """The form in which turns name actions; None where any text is one."""
+    """Format in which turns name actions; None where any text is an action."""
     train_tasks: TaskSource
     eval_tasks: list[Task]
     eval_skipped: list[str]
-    """Why records of the evaluation source are left out."""
+    """Reasons for which records of the evaluation source are left out."""
     train_sampling: Sampling
     eval_sampling: Sampling
     wrong_replies: Callable[[], int] = lambda: 0
-    """See `WorkerPool.wrong_replies`: of all judges and tools, so far."""
+    """Number of wrong replies of all judges and tools so far, see `WorkerPool.wrong_replies`."""
 
 
 def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True) -> Parts:
     """Builds all parts; processes that they start, and the other ranks, end with `cleanup`. `draws`: tasks of
     `data.train` will be drawn.
 
-    Raises ConfigError or HardwareError before anything expensive happens, as far as that can be known; and what
-    `remote.RemoteEngine` raises when another rank cannot begin.
+    Raises ConfigError or HardwareError, where possible before anything expensive happens; and the errors of
+    `remote.RemoteEngine` when another rank cannot begin.
     """
     platform = prepare(config)
     if started_processes() == 1 and not config.model.path.startswith(TINY):
-        inspect_folder(config.model.path)  # before data are read; of several processes the others are met first
+        inspect_folder(config.model.path)  # before data are read; several processes connect first
     algorithm = config.algorithm.resolved()
     algorithm.try_own()
     if algorithm.with_observations and config.workflow.export_style == "individual":
@@ -107,7 +107,7 @@ def build(config: Config, run_dir: Path, cleanup: ExitStack, draws: bool = True)
     with config_errors("data"):
         train_tasks = task_source(config.data.train, config, config.train.seed, setting.check_gold)
         if draws:
-            train_tasks.try_first()  # not after a model is loaded, and an evaluation played
+            train_tasks.try_first()  # before a model is loaded and an evaluation played
         eval_tasks, eval_skipped = evaluation_tasks(config, setting.check_gold)
     world = join_engines(config, platform, cleanup) if started_processes() > 1 else None
     ranks = learning_ranks(world)
@@ -158,7 +158,7 @@ class EpisodeParts:
 
 
 def check_setting(config: Config, setting: Setting) -> None:
-    """Raises ConfigError where the algorithm or the warm start asks for what the environment does not have."""
+    """Raises ConfigError where the algorithm or the warm start needs states or solutions that the environment lacks."""
     name = config.environment.name
     algorithm = config.algorithm.resolved()
     if algorithm.estimator.component.compares_states and not setting.names_states:
@@ -172,7 +172,9 @@ def check_setting(config: Config, setting: Setting) -> None:
 
 
 def check_asynchronous(config: Config) -> None:
-    """Raises ConfigError where `train.staleness` asks for what cannot be, or the algorithm does not correct for it."""
+    """Raises ConfigError where `train.staleness` has no processes that only sample, or the algorithm does not correct
+    for it.
+    """
     staleness = config.train.staleness
     if not staleness:
         return
@@ -190,35 +192,35 @@ def check_asynchronous(config: Config) -> None:
 
 
 def new_learners(config: Config, parts: Parts) -> LearnerGroup:
-    """The learner of this run, whose KL reference is the policy as it is now; all of them, where several learn."""
+    """Makes the learners of this run, one or several, whose KL reference is the current policy."""
     new = partial(new_learner, config, parts.platform, parts.ranks, parts.loaded.policy, parts.vision)
     return LearnerGroup(new, parts.world if parts.ranks.size > 1 else None)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the configured environment is to the rest of a run."""
+    """The configured environment, as the rest of a run needs it."""
 
     new_environment: Callable[[ImageProcessor | None, bool | None, ToolForm], Environment]
-    """Takes what makes patches of pictures, whether the chat template opens a thought (None: no model), and how calls
-    of tools are written.
+    """Makes an environment from the image processor, whether the chat template opens a thought (None: no model), and
+    the form of tool calls.
     """
     schemas: Sequence[Mapping[str, Any]] = ()
-    """Functions that the policy is told it may call."""
+    """Schemas of the functions that the prompt offers to the policy."""
     names_states: bool = False
-    """Its `state_key` tells states apart."""
+    """Whether its `state_key` identifies states."""
     shows_solutions: bool = True
-    """A warm start can demonstrate it."""
+    """Whether a warm start can demonstrate solutions."""
     format: Callable[[bool | None], Format | None] = lambda _: None
-    """The form in which turns name actions, by whether the chat template opens a thought; None: any text is one."""
+    """Format in which turns name actions, by whether the chat template opens a thought; None: any text is an action."""
     check_gold: Callable[[str], None] | None = None
-    """Refuses answers of records that cannot be judged against."""
+    """Function that raises for a record's answer against which nothing can be judged."""
     wrong_replies: Callable[[], int] = lambda: 0
-    """See `WorkerPool.wrong_replies`: of all judges and tools, so far."""
+    """Number of wrong replies of all judges and tools so far, see `WorkerPool.wrong_replies`."""
 
 
 def make_setting(config: Config, cleanup: ExitStack) -> Setting:
-    """Worker processes that it starts end with `cleanup`. Raises ConfigError for what cannot be made."""
+    """Makes the environment's setting; its worker processes end with `cleanup`. Raises ConfigError where it cannot."""
     if config.environment.is_judged:
         return _visual_qa(config, cleanup)
     with config_errors("environment"):
@@ -254,9 +256,9 @@ def _visual_qa(config: Config, cleanup: ExitStack) -> Setting:
 def task_source(
     config: SourceConfig, whole: Config, seed: int, check_answer: Callable[[str], None] | None = None
 ) -> TaskSource:
-    """Tasks of one source of the `whole` configuration.
+    """Makes the tasks of one source of the `whole` configuration.
 
-    `check_answer` refuses gold answers of records; those of generated tasks are right by construction.
+    `check_answer` raises for unusable gold answers of records; those of generated tasks are right by construction.
     """
     if config.generator is not None:
         family = family_of_path(whole.model.path)
@@ -281,7 +283,7 @@ def task_source(
 def evaluation_tasks(config: Config, check_answer: Callable[[str], None] | None) -> tuple[list[Task], list[str]]:
     """The first `evaluation.tasks` tasks of `data.eval`, or of the training source where there is none.
 
-    Also returns why the records between them were left out.
+    Also returns the reasons for which records between them were left out.
     """
     seed = config.train.seed + EVALUATION_SEED
     source = task_source(config.data.eval or config.data.train, config, seed, check_answer)

@@ -1,4 +1,4 @@
-"""`npu-vlrl eval`: answers the evaluation tasks without learning."""
+"""The command `npu-vlrl eval`, which plays the evaluation tasks without learning."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from npu_vlrl.training.run import Run
 def evaluate(config: Config) -> dict[str, float]:
     """Plays the evaluation tasks with the model as it is; returns the means over all tasks.
 
-    Each batch of episodes is recorded as it ends, and a resumed evaluation plays those that are missing: it gives what
-    one without a stop gives. Of several processes the first does so; the others sample for it and return nothing.
+    Each batch of episodes is recorded as it ends, and a resumed evaluation plays the missing ones: its results equal
+    those of an evaluation without a stop. With several processes, rank 0 does this; the others sample for it and return
+    an empty mapping.
 
     Raises ConfigError when `run.dir` holds a run that is not this evaluation.
     """
@@ -59,12 +60,12 @@ def evaluate(config: Config) -> dict[str, float]:
 
 async def _play_missing(run: Run, evaluation: Evaluation) -> None:
     while evaluation.missing:
-        run.parts.engine.forget_features()  # each batch is computed as if it were the first one
+        run.parts.engine.forget_features()  # results of a batch must not depend on earlier batches
         run.folder.trajectories(0, await evaluation.play(), {})
 
 
 def _remove_metrics(file: Path) -> None:
-    """Of an evaluation that is resumed. Raises ConfigError when they are those of a training."""
+    """Removes the metrics of an evaluation that is resumed. Raises ConfigError when they are those of a training."""
     if not file.is_file():
         return
     for line in read_lines(file):

@@ -1,4 +1,4 @@
-"""The same rollouts without learning: each task is answered, in batches that can be taken up again."""
+"""Evaluation: rollouts without learning, in batches that can be resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npu_vlrl.training.build import Parts
 from npu_vlrl.types import Task, Trajectory
 
 BATCH = 256
-"""Episodes played at once."""
+"""Number of episodes that are played at once."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Batch:
     answers: int
 
     def ids(self) -> list[str]:
-        """Of its trajectories, in the order of their records."""
+        """Ids of the batch's trajectories, in the order of their records."""
         groups = [f"{self.prefix}/{index}/{task.id}" for index, task in enumerate(self.tasks)]
         return [f"{group}/{member}" for group in groups for member in range(self.answers)]
 
@@ -49,10 +49,10 @@ class Evaluation:
         self.missing = [
             Batch(f"{prefix}.{start}", tasks[start : start + size], answers) for start in range(0, len(tasks), size)
         ]
-        """In the order in which they will be played."""
+        """Batches that were not played yet, in order."""
         self.results: list[TaskResult] = []
         self.errors: list[str] = []
-        """Why samples could not be used."""
+        """Reasons for which samples could not be used."""
         self.judgements = Judgements()
         self._name = prefix
 
@@ -69,10 +69,10 @@ class Evaluation:
         return played
 
     def resume(self, file: Path) -> None:
-        """Counts the batches that `file` holds whole instead of playing them, and cuts it off behind them.
+        """Counts the complete batches in `file` instead of playing them, and truncates the file behind them.
 
-        What is in a batch decides, in the last bits, what the model computes, so a part of one is played again. Raises
-        ConfigError when the file holds anything but these tasks.
+        The content of a batch affects the last bits of the model's results, so an incomplete one is played again.
+        Raises ConfigError when the file has records of other tasks.
         """
         if not file.is_file():
             return

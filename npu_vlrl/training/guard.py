@@ -1,4 +1,4 @@
-"""The check that always holds: after each update of the weights every engine scores a probe as the learner does."""
+"""Guard of the engines: after each update of the weights, their logprobs of a probe must match the learner's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npu_vlrl.types import Generation, Sample
 class EngineGuard:
     """Compares all engines with the learner. Call it with the version of new weights, before a round begins with them.
 
-    Neither random states nor counts change by it, and no more is kept of it than features of its pictures.
+    It changes neither random states nor counts, and leaves nothing but cached features of its images.
     """
 
     def __init__(self, engine: RoundEngine, learner: LearnerGroup, probe: Probe) -> None:
@@ -23,11 +23,11 @@ class EngineGuard:
         self._probe = probe
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Returns `probe_gap`, the largest |learner - engine| of a log-probability in nats, and `probe_tokens`, of how
-        many tokens of each engine.
+        """Returns `probe_gap`, the largest |learner - engine| of a log-probability in nats, and `probe_tokens`, the
+        number of compared tokens of each engine.
 
         Raises LearnerError with the name of an engine whose gap is above `algorithm.max_logprob_gap`, or that cannot
-        answer, and what the engine raises when it is gone.
+        answer, and the errors of an engine that is gone.
         """
         contexts = self._probe.contexts(version)
         samples: dict[str, list[Sample]] = {}

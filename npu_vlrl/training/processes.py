@@ -1,4 +1,4 @@
-"""What each process of a run is made of: its device, its model, its engine, its learner."""
+"""Set-up of each process of a run: its device, its model, its engine, its learner."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from npu_vlrl.types import DataError
 
 
 def run_engine(config: Config) -> None:
-    """The whole life of a process that rank 0 tells what to do: it samples, or learns, or both (`train.learners`).
+    """Runs a process that follows rank 0: it samples, or learns, or both (`train.learners`).
 
-    It writes nothing but the model of a `tiny:` path on a machine of its own.
+    It writes nothing but the model of a `tiny:` path on another machine than rank 0's.
 
-    Raises what `serve` raises. SIGTERM, by which launchers end it, leaves no folders and no workers behind.
+    Raises the errors of `serve`. After SIGTERM, by which launchers end it, no folders and no workers are left.
     """
     signal.signal(signal.SIGTERM, _end)
     try:
@@ -55,8 +55,8 @@ class _Terminated(SystemExit):
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # the end is under way
-    raise _Terminated(128 + number)  # as a shell would say
+    signal.signal(number, signal.SIG_IGN)  # the process is ending already
+    raise _Terminated(128 + number)  # the exit code of shells
 
 
 def _engine(config: Config) -> None:
@@ -89,16 +89,16 @@ def _engine(config: Config) -> None:
 
 
 def receiver(config: Config) -> HandlerFactory:
-    """How an engine process gets its weights."""
+    """Makes the handlers by which an engine process gets its weights."""
     return weights_from_disk if config.sync.through == "disk" else weights_by_transfer
 
 
 def new_learner(config: Config, platform: Platform, ranks: Ranks, policy: Policy, vision: VisionFeatures) -> Learner:
-    """One rank's; it begins with the policy of rank 0."""
-    gc.collect()  # one of before: what FSDP makes of modules refers to itself
+    """Makes the learner of a rank; it begins with the policy of rank 0."""
+    gc.collect()  # an earlier learner: FSDP's modules have reference cycles
     _check_own_loss(config, ranks)
     ranks.share(policy.trainable().values())
-    divide = partial(ShardedPolicy, ranks=ranks, offload=config.train.offload) if config.train.shard else None
+    shard = partial(ShardedPolicy, ranks=ranks, offload=config.train.offload) if config.train.shard else None
     return Learner(
         policy,
         vision,
@@ -109,7 +109,7 @@ def new_learner(config: Config, platform: Platform, ranks: Ranks, policy: Policy
         config.critic,
         ranks,
         platform,
-        divide,
+        shard,
     )
 
 
@@ -124,7 +124,7 @@ def _check_own_loss(config: Config, ranks: Ranks) -> None:
 
 
 def learners(config: Config) -> int:
-    """How many processes learn. Raises ConfigError when that leaves none to sample."""
+    """Number of processes that learn. Raises ConfigError when that leaves none to sample."""
     number, size = config.train.learners, started_processes()
     if number == "all":
         return size
@@ -137,7 +137,7 @@ def learners(config: Config) -> int:
 
 
 def prepare(config: Config) -> Platform:
-    """Makes this process ready for models, each process on a device of its own."""
+    """Prepares this process for models: its device, kernels, threads and seed. Raises ConfigError."""
     learners(config)
     platform = select()
     platform.set_device(device_number(config))
@@ -153,7 +153,7 @@ def prepare(config: Config) -> Platform:
 
 
 def device_number(config: Config) -> int:
-    """Of this process, on its machine."""
+    """Number of this process's device on its machine."""
     return own_device(learners(config), config.rollout.tensor_parallel)
 
 
@@ -171,16 +171,16 @@ def new_engine(
     run_dir: Path,
     cleanup: ExitStack,
 ) -> RoundEngine:
-    """What this run samples from: this process's engine, or one whose rounds are shared out to other processes.
+    """Makes the engine of this run: this process's engine, or one whose rounds are distributed over other processes.
 
-    Raises what `remote.RemoteEngine` raises when another process cannot begin.
+    Raises the errors of `remote.RemoteEngine` when another process cannot begin.
     """
     if world is not None and world.all_learn:
         return remote.LearnersEngine(world, engine_of_learner(config, platform, world, loaded, vision, cleanup))
     if world is not None:
         folder = run_dir / disk.FOLDER if config.sync.through == "disk" else None
         if folder is not None:
-            cleanup.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody needs them after the run
+            cleanup.callback(shutil.rmtree, folder, ignore_errors=True)  # they are not needed after the run
         remote_engine = AsyncEngine if config.train.staleness else remote.RemoteEngine
         return remote_engine(world, loaded.policy.trainable(), config.sync.bucket_mib * 2**20, folder)
     return local_engine(config, platform, loaded, vision, Placement.ONLY, cleanup)
@@ -189,7 +189,7 @@ def new_engine(
 def engine_of_learner(
     config: Config, platform: Platform, world: World, loaded: LoadedModel, vision: VisionFeatures, cleanup: ExitStack
 ) -> LocalEngine:
-    """The engine of one of several learners. One that does not sample has one for its probe and its features only."""
+    """The engine of one of several learners. A learner that does not sample has one for its probe and features only."""
     name = None if world.all_learn else "inprocess"
     return local_engine(config, platform, loaded, vision, Placement.LEARNER, cleanup, name)
 
@@ -203,8 +203,8 @@ def local_engine(
     cleanup: ExitStack,
     name: str | None = None,
 ) -> LocalEngine:
-    """The engine of this process, of the kind that `rollout.engine` names unless `name` does. It ends with `cleanup`.
-    Raises ConfigError.
+    """The engine of this process, of the kind `name`, or else `rollout.engine`. It ends with `cleanup`. Raises
+    ConfigError.
     """
     name = name or config.rollout.engine
     process = EngineProcess(config, platform, device_number(config), loaded, vision, placement, cleanup)
@@ -213,17 +213,19 @@ def local_engine(
 
 
 def learning_ranks(world: World | None) -> Ranks:
-    """Those that learn with this process. All processes call it as soon as they have met."""
+    """The ranks that learn together with this process. All processes call it as soon as they are connected."""
     return Ranks(world.learners_group() if world is not None and len(world.learners) > 1 else None)
 
 
 def join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> World:
-    """The engine processes end with `cleanup`."""
+    """Joins the other processes, which end with `cleanup`."""
     world = join(platform, config.sync.timeout_s, device=device_number(config), learners=learners(config))
     cleanup.callback(remote.stop, world)
 
     def terminated(number: int, frame: object) -> None:
-        """Torchrun ends all processes as soon as one has failed, maybe before the learner has noticed which."""
+        """Ends the learner with the name of a dead process: torchrun ends all processes as soon as one has failed,
+        possibly before the learner has noticed which.
+        """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         reason = "it was terminated"
         for channel in remote.channels(world):
@@ -234,13 +236,13 @@ def join_engines(config: Config, platform: Platform, cleanup: ExitStack) -> Worl
         raise SystemExit(f"npu-vlrl: the run failed: {reason}")
 
     signal.signal(signal.SIGTERM, terminated)
-    cleanup.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the process ends anyway, and has more to say
+    cleanup.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the process is ending, and has more to report
     return world
 
 
 @contextmanager
 def config_errors(key: str) -> Iterator[None]:
-    """What a part refuses to be made of is the fault of the configuration's `key`; a DataError names its culprit."""
+    """Context in which a ValueError or OSError of a part becomes a ConfigError that names the configuration's `key`."""
     try:
         yield
     except (ConfigError, DataError):

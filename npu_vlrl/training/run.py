@@ -1,4 +1,4 @@
-"""One run: its parts, its folder, and what is reported, saved and restored."""
+"""One run: its parts, its folder, its reports and its checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from npu_vlrl.workflow.rewards import lowest_reward
 
 
 class Run:
-    """Holds what a loop needs, so that the loop itself can stay short. Use it as a context."""
+    """The state of a run that the training loop and the evaluation share; `cleanup` ends its parts."""
 
     def __init__(self, config: Config, cleanup: ExitStack, draws: bool = True) -> None:
         """`draws`: tasks of `data.train` will be drawn."""
@@ -77,7 +77,7 @@ class Run:
         for message in self.parts.eval_skipped:
             self.console.line(f"evaluation: skipped {message}")
         self.evaluations: dict[str, dict[str, float]] = {}
-        """`baseline` and `final`; they survive a stop."""
+        """Results of the evaluations `baseline` and `final`; a resumed run restores them."""
         self.troubles = Troubles(config.workflow, self.parts.train_tasks, self.parts.wrong_replies)
         if config.environment.is_judged:
             lowest = lowest_reward(config.reward.rule, config.reward.options)
@@ -86,7 +86,7 @@ class Run:
         self._counters = Counters(self.parts.engine, self.parts.vision)
         self._began = time.monotonic()
         self._seconds_before = 0.0
-        """Of the processes before this one, until their checkpoint."""
+        """Seconds of earlier processes of this run, until their checkpoint."""
 
     def _opening(self, sink: str) -> Opening:
         folder = self.folder
@@ -94,7 +94,7 @@ class Run:
         return Opening.of(folder.path, sink, self.config.model_dump(mode="json"), first, folder.resumed)
 
     def new_learner(self) -> LearnerGroup:
-        """See `build.new_learners`."""
+        """Makes the learners, see `build.new_learners`."""
         return new_learners(self._absolute, self.parts)
 
     def resume(self, learner: LearnerGroup) -> int:
@@ -131,12 +131,12 @@ class Run:
         return step
 
     def guard(self, learner: LearnerGroup) -> EngineGuard:
-        """What compares the engines with the learner after each update of the weights."""
+        """Makes the check of the engines after each update of the weights."""
         parts, room = self.parts, self.config.workflow.context_tokens
         return EngineGuard(parts.engine, learner, Probe(parts.loaded, parts.episodes.renderer, room))
 
     def rollouts(self, step: int) -> InTurn | Stream:
-        """Where the steps from `step` on get their groups."""
+        """Makes the source of groups for the steps from `step` on."""
         config, parts = self.config, self.parts
         if not config.train.staleness:
             return InTurn(self.rollout, parts.train_tasks, parts.engine)
@@ -176,7 +176,7 @@ class Run:
         return played
 
     def export(self, trajectories: Sequence[Trajectory]) -> list[Sample]:
-        """Samples of whole groups, with what each group earns together."""
+        """Samples of complete groups, with their group rewards."""
         workflow = self.config.workflow
         return export(
             self.group_rewards.added(trajectories),
@@ -244,7 +244,7 @@ class Run:
         self.console.step(step, metrics, trajectories[0])
 
     def save(self, steps: int, learner: LearnerGroup, tasks: dict[str, Any]) -> Path:
-        """`tasks` is the state of the source of tasks; another thread may draw from it meanwhile."""
+        """Writes a checkpoint. `tasks` is the state of the source of tasks, from which another thread may draw."""
         self.parts.engine.forget_features()  # as `learner.save` does with the learner's
         state = {"tasks": tasks, "evaluations": self.evaluations, "seconds": self.seconds}
         state["counters"] = self._counters.values(learner)
@@ -253,7 +253,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """That the training has taken so far; of a resumed one without what was lost after its checkpoint."""
+        """Seconds of the training so far; in a resumed one without the time that was lost after its checkpoint."""
         return self._seconds_before + time.monotonic() - self._began
 
     def finish(self) -> dict[str, Any]:

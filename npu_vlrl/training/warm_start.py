@@ -22,7 +22,7 @@ from npu_vlrl.workflow.tools.forms import FORMS
 
 FOLDER = "warm_start"
 SEED = 2_000_003
-"""Added to `train.seed`, so that the demonstrated tasks are neither trained nor evaluated on."""
+"""Offset of `train.seed` for demonstrated tasks, so that none is trained or evaluated on."""
 
 
 async def warm_start(run: Run, between: Callable[[str], None] = lambda _: None) -> None:
@@ -76,7 +76,7 @@ async def _demonstrate(run: Run, tasks: TaskSource, step: int) -> list[Trajector
 
 
 def demonstrated_samples(shown: list[Trajectory], template: str) -> list[Sample]:
-    """One of each episode, or of each turn where the chat template rewrites history."""
+    """Samples of demonstrations: one of each episode, or of each turn where the chat template rewrites history."""
     rewritten = any(trajectory.rewritten_turn() is not None for trajectory in shown)
     return export(shown, "individual" if rewritten else "concat", "best", 1.0, template)
 
@@ -85,7 +85,7 @@ def _lines(run: Run, task: Task, rng: random.Random) -> Iterable[str]:
     config, episodes = run.config, run.parts.episodes
     environment, opened = episodes.new_environment(), episodes.renderer.opens_thought
     if isinstance(environment, GameEnvironment):
-        own = random.Random(rng.random())  # an episode is played line by line, at the same time as others
+        own = random.Random(rng.random())  # episodes are played at the same time, and must not share a stream
         share = config.warm_start.right_share
         return played(environment.game, task.extra["seed"], config.environment, share, own, opened)
     assert config.data.train.generator is not None, "the configuration demands one"

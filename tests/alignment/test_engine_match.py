@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from npu_vlrl.types import EpisodeStatus, Sample, StopReason, Task, Trajectory
 from npu_vlrl.workflow.export import export
-from tests.support.episodes import Reply, Stage, long_episode, picture, task, task_lists
+from tests.support.episodes import Reply, Stage, an_image, long_episode, task, task_lists
 from tests.support.models import KINDS, is_vision, loaded, qwen_folder, tiny_folder
 from tests.support.scoring import STYLES, TOLERANCE, engine_logprobs, largest_gap, learner_logprobs, plain_logprobs
 
@@ -133,7 +133,7 @@ def test_a_template_that_rewrites_history(style: str, template: str) -> None:
     """Individual samples carry each turn's own context; one sequence for the episode does not exist."""
     folder = qwen_folder("qwen3_vl", template)
     stage = Stage(loaded(folder))
-    tasks = [task("t", [picture(64, 64, 1), "up?"], Reply("seen", (picture(40, 90, 2),)), Reply("no"))]
+    tasks = [task("t", [an_image(64, 64, 1), "up?"], Reply("seen", (an_image(40, 90, 2),)), Reply("no"))]
     trajectories = stage.play(tasks, members=4)
     check_tokens(stage, trajectories)
     rewritten = [trajectory.rewritten_turn() is not None for trajectory in trajectories]

@@ -15,7 +15,7 @@ from npu_vlrl.learner.trainer import LearnerError
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Image, ImageInput, Sample, Segment, SegmentKind
 from npu_vlrl.workflow.export import export
-from tests.support.episodes import Reply, Stage, long_episode, picture, task
+from tests.support.episodes import Reply, Stage, an_image, long_episode, task
 from tests.support.learning import with_advantage
 from tests.support.models import KINDS, VISION_KINDS, load, loaded, tiny_folder
 from tests.support.scoring import (
@@ -32,7 +32,7 @@ VISIBLE = 1e-4
 
 
 class Scene:
-    """An episode of three turns with four pictures: two in the prompt, two from a tool after the first turn."""
+    """An episode of three turns with four images: two in the prompt, two from a tool after the first turn."""
 
     def __init__(self, kind: str, fresh: bool = False) -> None:
         self.stage = Stage((load if fresh else loaded)(tiny_folder(kind)))
@@ -51,12 +51,12 @@ def test_nothing_broken(kind: str) -> None:
     assert Scene(kind).gap() < TOLERANCE
 
 
-# Pictures
+# Images
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
 @pytest.mark.parametrize("number", range(4))
-def test_one_block_of_any_picture_matters_to_later_actions_only(kind: str, number: int) -> None:
+def test_one_block_of_any_image_matters_to_later_actions_only(kind: str, number: int) -> None:
     scene = Scene(kind)
     rgb = scene.sample.images[number].image.rgb.copy()
     rgb[8:22, 4:18] = 255 - rgb[8:22, 4:18]
@@ -69,11 +69,11 @@ def test_one_block_of_any_picture_matters_to_later_actions_only(kind: str, numbe
         if turn < first_to_see:
             assert gap.max() < TOLERANCE
         else:
-            assert gap.max() > VISIBLE, f"turn {turn} does not see picture {number}"
+            assert gap.max() > VISIBLE, f"turn {turn} does not see image {number}"
 
 
 class NoPixels:
-    """Gives every picture the same grey patches."""
+    """Gives every image the same grey patches."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -95,8 +95,8 @@ def test_a_run_that_lost_its_pixels_does_not_pass(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
-def test_pictures_in_another_order(kind: str) -> None:
-    same_size = (picture(60, 60, 1), picture(60, 60, 2))
+def test_images_in_another_order(kind: str) -> None:
+    same_size = (an_image(60, 60, 1), an_image(60, 60, 2))
     scene = Scene(kind)
     trajectories = scene.stage.play([task("t", [*same_size, "which?"])], members=1, seed=5)
     (sample,) = export(trajectories, "concat", "best", 1.0, "test")
@@ -204,9 +204,9 @@ def _before(function: Callable, first: Callable) -> Callable:
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
-def test_the_same_picture_before_and_after_the_tower_changed(kind: str) -> None:
+def test_the_same_image_before_and_after_the_tower_changed(kind: str) -> None:
     stage = Stage(load(tiny_folder(kind)))
-    tasks = [task("t", [picture(60, 60, 1), "up?"])]
+    tasks = [task("t", [an_image(60, 60, 1), "up?"])]
     old = export(stage.play(tasks), "concat", "best", 1.0, "test")
     assert stage.policy.vision is not None
     with torch.no_grad():
@@ -266,7 +266,7 @@ def test_both_exports_give_the_same_gradient(kind: str) -> None:
         assert gradient.norm() > 10 * limit, f"{name} gets no gradient"
 
 
-def test_a_changed_picture_is_another_picture() -> None:
+def test_a_changed_image_is_another_image() -> None:
     """`with_image`, which the tests above rely on, changes exactly one of them."""
     scene = Scene("qwen2_5_vl")
     changed = with_image(scene.sample, 2, np.zeros_like(scene.sample.images[2].image.rgb), scene.special)

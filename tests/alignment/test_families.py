@@ -21,7 +21,7 @@ from npu_vlrl.model.folder import export_model
 from npu_vlrl.model.images import TransformersImages, transformers_images
 from npu_vlrl.types import Sample, Segment
 from npu_vlrl.workflow.export import export
-from tests.support.episodes import Stage, long_episode, picture
+from tests.support.episodes import Stage, an_image, long_episode
 from tests.support.learning import assign_advantages
 from tests.support.models import is_vision, load, loaded, plain_model, plain_patches, tiny_folder
 from tests.support.scoring import engine_logprobs, largest_gap, learner_logprobs, plain_logprobs, with_image
@@ -32,7 +32,7 @@ VISIBLE = 1e-4
 
 
 class Scene:
-    """Episodes of three turns, where pictures come with the question and with a tool's result, and of one turn."""
+    """Episodes of three turns, where images come with the question and with a tool's result, and of one turn."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.folder = kind, tiny_folder(kind)
@@ -62,7 +62,7 @@ def test_engine_learner_and_transformers_agree(scene: Scene, side: str) -> None:
 
 
 def test_a_changed_input_shows(scene: Scene) -> None:
-    """A block of a picture, or a word of a text-only prompt."""
+    """A block of an image, or a word of a text-only prompt."""
     sample = scene.samples[0]
     if is_vision(scene.kind):
         rgb = sample.images[1].image.rgb.copy()
@@ -78,7 +78,7 @@ def test_a_changed_input_shows(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("size", [(60, 100), (112, 40), (28, 28), (300, 30), (9, 200), (400, 333)])
-def test_pictures_are_those_of_transformers(scene: Scene, size: tuple[int, int]) -> None:
+def test_images_are_those_of_transformers(scene: Scene, size: tuple[int, int]) -> None:
     """Bit for bit, whichever implementation the family takes."""
     processor, family = scene.stage.loaded.processor, scene.stage.policy.family
     if processor is None:
@@ -86,7 +86,7 @@ def test_pictures_are_those_of_transformers(scene: Scene, size: tuple[int, int])
         return
     facts = family.vision
     assert facts is not None and isinstance(processor, TransformersImages) is not facts.fast_images
-    image = processor.describe(picture(*size, seed=7))
+    image = processor.describe(an_image(*size, seed=7))
     if facts.fast_images:  # transformers' own, which a family without the fact would have
         read = read_settings(scene.folder)
         assert read is not None

@@ -48,6 +48,14 @@ UNSAFE_ATTRIBUTES = {
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_KEYWORDS = {"trust_remote_code", "allow_pickle"}
 
+OPENINGS = ("Of ", "Those ", "What ", "How ")
+"""Beginnings of docstrings that can only be read together with the name beside them."""
+STANDALONE_ROOMS = {
+    *("types", "algorithms", "hardware", "kernels", "model", "network", "sync", "engines", "rollout", "learner"),
+    *("cluster", "training", "train_loop"),
+}
+"""Rooms whose docstrings begin in another way."""
+
 MAX_LINES = 400
 LONGER = {"types.py": 580}
 """The vocabulary of the whole system stays in one file."""
@@ -140,6 +148,14 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
             yield node.value
 
 
+def docstrings_beside_names(package: Path) -> Iterator[str]:
+    for path, _, tree in sources(package):
+        if room(path) in STANDALONE_ROOMS:
+            for text in docstrings(tree):
+                if isinstance(text.value, str) and text.value.lstrip().startswith(OPENINGS):
+                    yield f"{path}:{text.lineno}: {' '.join(text.value.split()[:4])}"
+
+
 def code_from_data(package: Path) -> Iterator[str]:
     for path, name, tree in sources(package):
         for line, target in imported(tree, name):
@@ -190,7 +206,10 @@ def too_long(package: Path) -> Iterator[str]:
             yield f"{path}: {lines} lines"
 
 
-RULES: list[Rule] = [wrong_direction, vendor_names, code_from_data, code_of_a_folder, too_long, names_of_families]
+RULES: list[Rule] = [
+    *(wrong_direction, vendor_names, code_from_data, code_of_a_folder, too_long, names_of_families),
+    docstrings_beside_names,
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
@@ -277,6 +296,21 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
         "x.py:1: from_pretrained without **NO_CODE",
     ),
     (too_long, "data/x.py", "\n" * 401, "data/x.py: 401 lines"),
+    (docstrings_beside_names, "types.py", '"""Those of a run."""', "types.py:1: Those of a run."),
+    (docstrings_beside_names, "sync/x.py", 'class A:\n    """How it is sent."""', "sync/x.py:2: How it is sent."),
+    (
+        docstrings_beside_names,
+        "model/families/x.py",
+        'def f():\n    """\n    What it is, and no more.\n    """',
+        "model/families/x.py:2: What it is, and",
+    ),
+    (docstrings_beside_names, "learner/x.py", 'SIZE = 2\n"""Of a row."""', "learner/x.py:2: Of a row."),
+    (
+        docstrings_beside_names,
+        "rollout/x.py",
+        'class A:\n    size: int\n    """Of a row, bytes."""',
+        "rollout/x.py:3: Of a row, bytes.",
+    ),
     (names_of_families, "learner/x.py", "model.model.visual.blocks", "learner/x.py:1: the name visual"),
     (names_of_families, "x.py", "size = 32 if kind == 'qwen3_vl' else 28", "x.py:1: 'qwen3_vl'"),
     (names_of_families, "x.py", "getattr(core, 'language_model', core)", "x.py:1: 'language_model'"),
@@ -311,6 +345,11 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (code_from_data, "x.py", "import torch\ntorch.load('a', weights_only=True)"),
     (code_of_a_folder, "x.py", "AutoTokenizer.from_pretrained(folder, dtype=x, **NO_CODE)"),
     (too_long, "data/x.py", "\n" * 400),
+    (
+        docstrings_beside_names,
+        "learner/x.py",
+        '"""Offsets of rows. How they are found:"""\nsize = "What is it?"\n...  # Of a row',
+    ),
     (names_of_families, "model/families/x.py", "text = model.language_model"),
     (names_of_families, "x.py", 'path = "tiny:qwen2_5_vl"'),
 ]

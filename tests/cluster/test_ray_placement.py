@@ -13,8 +13,8 @@ import pytest
 
 from npu_vlrl.cluster import drives
 from npu_vlrl.cluster.driver import Processes
-from npu_vlrl.cluster.placed import Placed
 from npu_vlrl.cluster.placement import Place, bundles, connected, reserved
+from npu_vlrl.cluster.ray_actor import ProcessActor
 from npu_vlrl.config import Config, ConfigError, load_config
 from npu_vlrl.hardware import PLATFORMS
 from npu_vlrl.hardware.npu import NpuPlatform
@@ -60,7 +60,7 @@ def test_devices_of_a_process_ascend(tmp_path: Path, monkeypatch: pytest.MonkeyP
     npu, started = NpuPlatform(), []
     for given, devices in (("10,9", "9,10"), ("4", "4"), ("GPU-b,GPU-a", "GPU-b,GPU-a"), ("", "")):
         monkeypatch.setenv(npu.visible_devices_variable, given)
-        assert Placed().devices(npu.visible_devices_variable) == devices
+        assert ProcessActor().devices(npu.visible_devices_variable) == devices
     actor: Any = SimpleNamespace(
         free_port=SimpleNamespace(remote=lambda: 1), start=SimpleNamespace(remote=lambda *words: started.append(words))
     )

@@ -27,7 +27,7 @@ from npu_vlrl.rollout.collect import play
 from npu_vlrl.types import Trajectory
 from npu_vlrl.workflow.base import Sampling
 from npu_vlrl.workflow.export import export
-from tests.support.episodes import Reply, Stage, picture, task
+from tests.support.episodes import Reply, Stage, an_image, task
 from tests.support.models import load
 from tests.support.rounds import params, prompt
 from tests.support.scoring import learner_logprobs
@@ -37,9 +37,9 @@ BROKEN = 50
 """A version with which engine 1 fails every round."""
 
 TASKS = [
-    task("a", [picture(60, 100, 1), "what?"], Reply("no"), Reply("look again")),
+    task("a", [an_image(60, 100, 1), "what?"], Reply("no"), Reply("look again")),
     task("b", ["no picture"], Reply("wrong")),
-    task("c", [picture(28, 28, 3), "x"], Reply("no")),
+    task("c", [an_image(28, 28, 3), "x"], Reply("no")),
     task("d", ["up?"]),
 ]
 

@@ -25,7 +25,7 @@ from npu_vlrl.hardware import select
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.network.world import PeerError, World, join
 from npu_vlrl.types import Trajectory
-from tests.support.episodes import RecordingEngine, Reply, Stage, long_episode, picture, task
+from tests.support.episodes import RecordingEngine, Reply, Stage, an_image, long_episode, task
 from tests.support.models import load
 
 TIMEOUT_S = 600.0
@@ -37,8 +37,8 @@ Seen = dict[str, Any]
 
 TASKS = [
     *long_episode("qwen2_5_vl"),
-    task("d", [picture(60, 100, 1), "once more"], Reply("no")),
-    task("e", ["up?"], Reply("see", (picture(56, 84, 4),))),
+    task("d", [an_image(60, 100, 1), "once more"], Reply("no")),
+    task("e", ["up?"], Reply("see", (an_image(56, 84, 4),))),
 ]
 
 

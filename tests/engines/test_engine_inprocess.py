@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_vlrl.types import SamplingParams, Segment, SegmentKind, StopReason
-from tests.support.episodes import Reply, Stage, picture, task
+from tests.support.episodes import Reply, Stage, an_image, task
 from tests.support.models import KINDS, VISION_KINDS, is_vision, load, loaded, plain, plain_patches, tiny_folder
 from tests.support.rounds import LOOKS, continued, generate_all, params, prompt, run, watched
 
@@ -40,8 +40,8 @@ def test_the_prompt_of_a_group_is_computed_once(kind: str) -> None:
 def test_a_turn_continues_from_the_turn_before(kind: str) -> None:
     """Only the last sampled token, which never was an input, and what was added are computed."""
     stage = Stage(loaded(tiny_folder(kind)))
-    pictures = LOOKS if is_vision(kind) else []
-    context = prompt(stage, *pictures, "up?")
+    images = LOOKS if is_vision(kind) else []
+    context = prompt(stage, *images, "up?")
     session = stage.engine.session()
     (first,) = run(session.generate(context, params(1)))
     longer = continued(stage, context, first, "Try again.")
@@ -59,7 +59,7 @@ def test_a_turn_continues_from_the_turn_before(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
-def test_a_new_picture_in_a_later_turn_is_the_only_one_encoded(kind: str) -> None:
+def test_a_new_image_in_a_later_turn_is_the_only_one_encoded(kind: str) -> None:
     stage = Stage(loaded(tiny_folder(kind)))
     tasks = [task("t", [LOOKS[0], "up?"], Reply("see", (LOOKS[1], LOOKS[0])), Reply("no"))]
     assert stage.policy.vision is not None
@@ -69,9 +69,9 @@ def test_a_new_picture_in_a_later_turn_is_the_only_one_encoded(kind: str) -> Non
     assert stage.engine.counts.tokens_prefilled < 0.6 * stage.engine.counts.tokens_requested
 
 
-def test_equal_tokens_with_other_pictures_are_not_shared() -> None:
+def test_equal_tokens_with_other_images_are_not_shared() -> None:
     stage = Stage(loaded(tiny_folder("qwen2_5_vl")))
-    contexts = [prompt(stage, picture(60, 60, seed), "up?") for seed in (1, 2)]
+    contexts = [prompt(stage, an_image(60, 60, seed), "up?") for seed in (1, 2)]
     assert contexts[0][0].token_ids == contexts[1][0].token_ids
     with watched(stage.policy.text.embed_tokens) as embedded:
         both = generate_all(stage, [(context, params(7)) for context in contexts])
@@ -79,9 +79,9 @@ def test_equal_tokens_with_other_pictures_are_not_shared() -> None:
     assert both[0].logprobs != pytest.approx(both[1].logprobs, abs=1e-4)
 
 
-def test_a_session_whose_earlier_picture_changed_starts_afresh() -> None:
+def test_a_session_whose_earlier_image_changed_starts_afresh() -> None:
     stage = Stage(loaded(tiny_folder("qwen2_5_vl")))
-    shown, other = (prompt(stage, picture(60, 60, seed), "up?") for seed in (1, 2))
+    shown, other = (prompt(stage, an_image(60, 60, seed), "up?") for seed in (1, 2))
     session = stage.engine.session()
     (first,) = run(session.generate(shown, params(1)))
     longer = continued(stage, other, first, "Again.")
@@ -138,11 +138,11 @@ def test_finished_rows_leave_the_batch() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_does_not_depend_on_the_batch(kind: str) -> None:
     stage = Stage(loaded(tiny_folder(kind)))
-    pictures: list[Any] = LOOKS if is_vision(kind) else []
+    images: list[Any] = LOOKS if is_vision(kind) else []
     contexts = [
         prompt(stage, "up?"),
-        prompt(stage, *pictures, "Which way is the top?"),
-        prompt(stage, "x", *pictures[:1]),
+        prompt(stage, *images, "Which way is the top?"),
+        prompt(stage, "x", *images[:1]),
     ]
     requests = [(context, params(seed)) for seed, context in enumerate(contexts)]
     alone = [generate_all(stage, [request])[0] for request in requests]
@@ -163,20 +163,20 @@ def test_an_answer_does_not_depend_on_the_batch(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_generate(kind: str) -> None:
-    """transformers' own loop, on the same model with the same pictures, with the same ids suppressed."""
+    """transformers' own loop, on the same model with the same images, with the same ids suppressed."""
     folder = tiny_folder(kind)
     stage, model = Stage(loaded(folder)), plain(folder)
-    pictures: list[Any] = LOOKS if is_vision(kind) else []
+    images: list[Any] = LOOKS if is_vision(kind) else []
     forbidden = sorted(stage.policy.special.placeholders) + list(
         range(stage.policy.n_tokens, len(stage.policy.head_weight))
     )
     for number, text in enumerate(("up?", "Which way is the top?", "x")):
-        context = prompt(stage, *pictures[number % 2 :], text)
+        context = prompt(stage, *images[number % 2 :], text)
         (answer,) = generate_all(stage, [(context, params(0, 12, temperature=0.0))])
         ids = torch.tensor([context[0].token_ids])
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if pictures:
-            inputs |= plain_patches(folder, [image.rgb for image in pictures[number % 2 :]])
+        if images:
+            inputs |= plain_patches(folder, [image.rgb for image in images[number % 2 :]])
             inputs["mm_token_type_ids"] = torch.eq(ids, stage.policy.special.image or -1).int()
         made = model.generate(
             **inputs,

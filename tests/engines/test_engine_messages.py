@@ -25,7 +25,7 @@ def sent(message: M) -> M:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
-def picture(seed: int, side: int = 4) -> ImageInput:
+def an_image(seed: int, side: int = 4) -> ImageInput:
     rgb = np.random.default_rng(seed).integers(0, 256, (side, side + 2, 3), dtype=np.uint8)
     return ImageInput(Image(rgb), (1, 2, 2 + seed), 1 + seed)
 
@@ -48,7 +48,7 @@ requests = st.builds(
     Request,
     st.integers(0, 10**9),
     st.lists(st.integers(0, 2**31), min_size=1, max_size=5).map(tuple),
-    st.lists(st.integers(0, 3).map(picture), max_size=3).map(tuple),
+    st.lists(st.integers(0, 3).map(an_image), max_size=3).map(tuple),
     params,
 )
 
@@ -68,25 +68,25 @@ def test_rounds_arrive_as_they_were_sent(rounds: list[list[Request]], cache_byte
 
 def test_pixels_travel_once() -> None:
     writer = RequestWriter()
-    first = writer.pack([request(0, [picture(0), picture(1)]), request(1, [picture(0)])])
+    first = writer.pack([request(0, [an_image(0), an_image(1)]), request(1, [an_image(0)])])
     assert len(first.token_ids) == 4 * 8 and [len(pixels) for pixels in first.images.pixels] == [4 * 6 * 3, 4 * 6 * 3]
-    second = writer.pack([request(0, [picture(0), picture(2)]), request(2, [picture(1)])])
-    assert second.images.pixels == [picture(2).image.rgb.tobytes()]
+    second = writer.pack([request(0, [an_image(0), an_image(2)]), request(2, [an_image(1)])])
+    assert second.images.pixels == [an_image(2).image.rgb.tobytes()]
     assert [entry.size for entry in second.images.entries] == [None, (4, 6), None]
 
 
-def test_old_pictures_are_dropped_by_both_and_sent_again() -> None:
-    one = picture(0).image.rgb.nbytes
+def test_old_images_are_dropped_by_both_and_sent_again() -> None:
+    one = an_image(0).image.rgb.nbytes
     writer, reader = RequestWriter(cache_bytes=2 * one), RequestReader()
 
     def play(*seeds: int) -> tuple[list[str], int]:
-        """Which pictures are dropped, and how many travel."""
-        asked = [request(0, [picture(seed) for seed in seeds])]
+        """Which images are dropped, and how many travel."""
+        asked = [request(0, [an_image(seed) for seed in seeds])]
         packed = writer.pack(asked)
         assert reader.unpack(sent(packed)) == asked
         return packed.images.dropped, len(packed.images.pixels)
 
-    names = [picture(seed).image.hash for seed in range(5)]
+    names = [an_image(seed).image.hash for seed in range(5)]
     assert play(0) == ([], 1)
     assert play(1) == ([], 1)
     assert play(0) == ([], 0)
@@ -97,11 +97,11 @@ def test_old_pictures_are_dropped_by_both_and_sent_again() -> None:
 
 
 def test_other_pixels_than_announced_are_refused() -> None:
-    packed = RequestWriter().pack([request(0, [picture(0)])])
+    packed = RequestWriter().pack([request(0, [an_image(0)])])
     flipped = bytearray(packed.images.pixels[0])
     flipped[7] ^= 1
     damaged = msgspec.structs.replace(packed.images, pixels=[bytes(flipped)])
-    with pytest.raises(ValueError, match=f"image {picture(0).image.hash[:12]} came with the pixels of"):
+    with pytest.raises(ValueError, match=f"image {an_image(0).image.hash[:12]} came with the pixels of"):
         RequestReader().unpack(sent(msgspec.structs.replace(packed, images=damaged)))
     RequestReader().unpack(sent(packed))
 

@@ -74,10 +74,10 @@ def test_prompts_of_a_group_and_turns_before_are_shared_as_in_one_process(matche
     del alone["images_referenced"], alone["images_encoded"]
     assert counts == alone
     assert images[0] == matched[0]["alone images"][0]
-    assert images[1] >= matched[0]["alone images"][1]  # two engines may see the same picture
+    assert images[1] >= matched[0]["alone images"][1]  # two engines may see the same image
 
 
-def test_pictures_stay_encoded_until_the_features_are_forgotten(matched: list[Seen]) -> None:
+def test_images_stay_encoded_until_the_features_are_forgotten(matched: list[Seen]) -> None:
     first, (kept, forgotten) = matched[0]["counts"]["images_encoded"], matched[0]["encoded"]
     assert kept == first and forgotten == 2 * first
 

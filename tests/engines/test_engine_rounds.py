@@ -157,7 +157,7 @@ def test_misuse_is_refused() -> None:
 
 
 class Poisoned:
-    """The real processor, but for one picture whose patches are not numbers."""
+    """The real processor, but for one image whose patches are not numbers."""
 
     def __init__(self, processor: Any, bad: Any) -> None:
         self.processor, self.bad = processor, bad
@@ -197,8 +197,8 @@ def test_weights_that_are_not_finite_end_every_episode() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_new_weights_a_session_answers_like_a_fresh_engine(kind: str) -> None:
     stage = Stage(load(tiny_folder(kind)))
-    pictures = LOOKS if is_vision(kind) else []
-    context = prompt(stage, *pictures, "up?")
+    images = LOOKS if is_vision(kind) else []
+    context = prompt(stage, *images, "up?")
     session = stage.engine.session()
     stage.engine.weights_changed(3)
     (first,) = run(session.generate(context, params(1)))

@@ -1,4 +1,4 @@
-"""What the vLLM engine does without vLLM: prompts with one placeholder a picture, and refusals."""
+"""What the vLLM engine does without vLLM: prompts with one placeholder an image, and refusals."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from npu_vlrl.config import LoraConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.engines.base import Request
 from npu_vlrl.engines.vllm.adapter import AdapterFolder
-from npu_vlrl.engines.vllm.prompt import collapsed, size_limits
-from npu_vlrl.engines.vllm.prompt import picture as pixels
+from npu_vlrl.engines.vllm.prompt import collapsed, resized_image, size_limits
 from npu_vlrl.hardware.cpu import CpuPlatform
 from npu_vlrl.types import Image, ImageInput, SamplingParams
-from tests.support.episodes import picture
+from tests.support.episodes import an_image
 from tests.support.models import load, tiny_folder
 
 IMAGE = 7
@@ -31,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def shown(n_tokens: int) -> ImageInput:
-    return ImageInput(picture(2, 2, n_tokens), (1, 2, 2 * n_tokens), n_tokens)
+    return ImageInput(an_image(2, 2, n_tokens), (1, 2, 2 * n_tokens), n_tokens)
 
 
 def request(ids: list[int], sizes: list[int]) -> Request:
@@ -39,8 +38,8 @@ def request(ids: list[int], sizes: list[int]) -> Request:
 
 
 @given(st.lists(st.integers(0, 6) | st.integers(11, 15), max_size=12))
-def test_every_picture_keeps_one_placeholder(parts: list[int]) -> None:
-    """A part below 7 is an id, one above 10 a picture of so many tokens less 10; pictures may touch."""
+def test_every_image_keeps_one_placeholder(parts: list[int]) -> None:
+    """A part below 7 is an id, one above 10 an image of so many tokens less 10; images may touch."""
     sizes = [part - 10 for part in parts if part > 10]
     whole = [token for part in parts for token in ([IMAGE] * (part - 10) if part > 10 else [part])]
     assert collapsed(request(whole, sizes), IMAGE) == [IMAGE if part > 10 else part for part in parts]
@@ -52,15 +51,15 @@ def test_every_picture_keeps_one_placeholder(parts: list[int]) -> None:
         ([1, IMAGE, IMAGE, 2], [3], "at token 1 of the context"),
         ([IMAGE, IMAGE, 1, IMAGE], [2], "at token 3 of the context"),
         ([1, IMAGE, 2, IMAGE], [2], "at token 1 of the context"),
-        ([IMAGE, 2], [1, 1], "more pictures than runs of placeholders"),
+        ([IMAGE, 2], [1, 1], "more images than runs of placeholders"),
     ],
 )
-def test_placeholders_of_other_pictures_are_refused(ids: list[int], sizes: list[int], message: str) -> None:
+def test_placeholders_of_other_images_are_refused(ids: list[int], sizes: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         collapsed(request(ids, sizes), IMAGE)
 
 
-def test_ids_that_stand_for_no_picture_stay() -> None:
+def test_ids_that_stand_for_no_image_stay() -> None:
     assert collapsed(request([IMAGE, 1, IMAGE], []), None) == [IMAGE, 1, IMAGE]
 
 
@@ -74,14 +73,14 @@ MODELS = [SMALL, ImageProcessor(), ImageProcessor(patch_size=16, min_pixels=32 *
 @example(width=1, height=201, times=1)  # padded, and longer than max_pixels of the first model allows
 @example(width=1, height=300, times=20)
 @example(width=281, height=1, times=20)  # padded to 200 to 1, and then rounded to 201 blocks
-def test_pictures_are_sent_at_a_size_that_stays(processor: ImageProcessor, width: int, height: int, times: int) -> None:
+def test_images_are_sent_at_a_size_that_stays(processor: ImageProcessor, width: int, height: int, times: int) -> None:
     """By transformers' own rule, which vLLM follows; and with the pixels that the learner cuts into patches."""
-    described = processor.describe(picture(width * times, height, 0))
+    described = processor.describe(an_image(width * times, height, 0))
     if max(described.grid[1:]) > 200 * min(described.grid[1:]):
         with pytest.raises(ValueError, match="crop it"):
-            pixels(processor, described.image)
+            resized_image(processor, described.image)
         return
-    sent = pixels(processor, described.image)
+    sent = resized_image(processor, described.image)
     limits = size_limits(processor)
     block = processor.patch_size * processor.merge_size
     stays = smart_resize(sent.height, sent.width, block, limits["shortest_edge"], limits["longest_edge"])
@@ -92,10 +91,10 @@ def test_pictures_are_sent_at_a_size_that_stays(processor: ImageProcessor, width
     assert torch.equal(same.patches(again), processor.patches(described))
 
 
-def test_a_picture_that_is_too_narrow_is_refused() -> None:
+def test_a_image_that_is_too_narrow_is_refused() -> None:
     """41 pixels are rounded down to one block, and the other side is not."""
     with pytest.raises(ValueError, match="whose sides are as 292 to 1; crop it"):
-        pixels(ImageProcessor(), picture(41, 8190, 0))
+        resized_image(ImageProcessor(), an_image(41, 8190, 0))
 
 
 def refused(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:

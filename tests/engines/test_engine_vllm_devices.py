@@ -49,7 +49,7 @@ class RecordingLLM:
         self.asleep: set[str] = set()
         self.workers = [worker(lambda tensors: self.did.append(f"load {len(list(tensors))}"))]
         self.llm_engine = SimpleNamespace(
-            reset_encoder_cache=lambda: self.did.append("forget pictures"),
+            reset_encoder_cache=lambda: self.did.append("forget images"),
             engine_core=SimpleNamespace(shutdown=lambda: None),
         )
 
@@ -84,7 +84,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine(sleeps: bool) -> tuple[VllmEngine, RecordingLLM]:
     loaded = load(tiny_folder("qwen2_5_vl"))
-    settings: Any = {"context_tokens": 64, "cache_bytes": 1, "record": False, "seed": 0, "sleeps": sleeps}
+    settings: Any = {"context_tokens": 64, "cache_bytes": 1, "capture": False, "seed": 0, "sleeps": sleeps}
     made = VllmEngine(loaded.policy, loaded.processor, loaded.folder, device=torch.device("cpu"), **settings)
     return made, made._llm
 
@@ -96,7 +96,7 @@ def test_weights_wake_first_and_the_cache_last(recorded: None) -> None:
     made.sleep()
     made.sleep()
     made.weights_changed(1)
-    load_all, forget = f"load {len(made.policy.trainable())}", ["forget prompts", "forget pictures"]
+    load_all, forget = f"load {len(made.policy.trainable())}", ["forget prompts", "forget images"]
     first = [load_all, *forget]
     assert llm.did == [*first, "sleep 1", "wake ['weights']", load_all, "wake ['kv_cache']", *forget]
     made.weights_changed(2)
@@ -204,7 +204,7 @@ def test_workers_beside_the_learner_open_its_weights(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(vllm, "import_vllm", lambda: SimpleNamespace(LLM=Split))
     monkeypatch.setattr(vllm, "BUCKET_BYTES", 2**16)
     loaded, open_before = load(tiny_folder("qwen2_5_vl")), len(os.listdir("/proc/self/fd"))
-    settings: Any = {"context_tokens": 64, "cache_bytes": 1, "record": False, "seed": 0, "workers": 2}
+    settings: Any = {"context_tokens": 64, "cache_bytes": 1, "capture": False, "seed": 0, "workers": 2}
     made = VllmEngine(loaded.policy, loaded.processor, loaded.folder, device=torch.device("cpu"), **settings)
     taker = made._llm.workers[0]
     taker.take_weights = take

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from npu_vlrl import kernels
 from npu_vlrl.kernels import modules, reference, table, triton_layers
 from npu_vlrl.kernels.triton_layers import rms_norm, rotary, swiglu
-from tests.kernels.test_attach import build, pictures, positions, text_model
+from tests.kernels.test_attach import build, positions, some_pixels, text_model
 
 # Relative error of a whole result: at most a few roundings of each number.
 PRECISION = {torch.float32: 3e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -231,7 +231,7 @@ def test_offsets_beyond_32_bits() -> None:
 def hidden_and_gradients(
     name: str, with_ops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Of a tiny model in float32: hidden states of text and features of pictures, and all gradients."""
+    """Of a tiny model in float32: hidden states of text and features of images, and all gradients."""
     with monkeypatch.context() as patch:
         if not with_ops:
             for part in PARTS:
@@ -249,7 +249,7 @@ def hidden_and_gradients(
             cu_seq_lens_q=boundaries,
             cu_seq_lens_k=boundaries,
         ).last_hidden_state
-        pixels, grids = pictures(name, [[1, 4, 4], [1, 6, 10]])
+        pixels, grids = some_pixels(name, [[1, 4, 4], [1, 6, 10]])
         features = model.model.visual(pixels.cuda(), grid_thw=grids.cuda()).pooler_output
         for out in (hidden, features):
             (out * torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)).sum().backward()

@@ -71,13 +71,13 @@ COVERED = {
         f"{UNTRUSTED}::test_placeholders_in_text_beside_a_real_image",
     ],
     "an un-templated image": [f"{CASES}::test_a_vision_model_with_a_text_template"],
-    "the first image in a later turn": [f"{PERTURBED}::test_one_block_of_any_picture_matters_to_later_actions_only"],
+    "the first image in a later turn": [f"{PERTURBED}::test_one_block_of_any_image_matters_to_later_actions_only"],
     "one decision about expansion": [
         f"{CASES}::test_ids_and_grids_equal_the_real_processor",
         "data/test_data_processor.py::test_patches_of_another_models_description_are_refused",
     ],
     "1, 3 and 0 images in a shuffled batch": [
-        f"{PACK}::test_each_occurrence_keeps_its_own_picture_in_any_order",
+        f"{PACK}::test_each_occurrence_keeps_its_own_image_in_any_order",
         f"{PACK}::test_a_shuffled_batch_scores_every_sample_as_if_it_were_alone",
     ],
     "odd shapes": [
@@ -121,7 +121,7 @@ COVERED = {
     # positions, padding, packing
     "packed, padded, alone": ["alignment/test_engine_match.py::test_packed_padded_and_one_by_one"],
     "cached decoding against a full forward": [f"{MODEL}::test_continued_in_pieces_of_unequal_length"],
-    "placeholders without their pixels": [f"{PACK}::test_placeholders_without_pictures_are_refused"],
+    "placeholders without their pixels": [f"{PACK}::test_placeholders_without_images_are_refused"],
     # rewards
     "hostile answers": [
         f"{POOL}::test_a_hostile_answer_costs_the_deadline_and_the_next_is_judged_right",
@@ -151,7 +151,7 @@ COVERED = {
     "one NaN": ["learner/test_trainer.py::test_a_bad_number_skips_the_update_and_names_the_sample"],
     # engines and weights
     "an image before and after the tower changes": [
-        f"{PERTURBED}::test_the_same_picture_before_and_after_the_tower_changed"
+        f"{PERTURBED}::test_the_same_image_before_and_after_the_tower_changed"
     ],
     "the ratio right after a sync": [
         "learner/test_trainer.py::test_one_token_that_differs_stops_the_run_before_the_step",

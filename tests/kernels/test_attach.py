@@ -194,7 +194,7 @@ def test_a_call_without_boundaries_is_refused(name: str, mask: Tensor | None) ->
         ours(input_ids=torch.randint(60, (1, 6)), attention_mask=mask)
 
 
-def pictures(name: str, grids: list[list[int]]) -> tuple[Tensor, Tensor]:
+def some_pixels(name: str, grids: list[list[int]]) -> tuple[Tensor, Tensor]:
     size = 14 if name == "qwen2_5_vl" else 16
     n_patches = sum(t * h * w for t, h, w in grids)
     generator = torch.Generator().manual_seed(1)
@@ -204,20 +204,20 @@ def pictures(name: str, grids: list[list[int]]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_the_vision_tower_equals_the_loop(name: str) -> None:
     theirs, ours = both(name)
-    pixels, grids = pictures(name, [[1, 4, 4], [1, 6, 10], [1, 2, 4], [1, 4, 4]])
+    pixels, grids = some_pixels(name, [[1, 4, 4], [1, 6, 10], [1, 2, 4], [1, 4, 4]])
     expected = theirs.model.visual(pixels, grid_thw=grids).pooler_output
     found = ours.model.visual(pixels, grid_thw=grids).pooler_output
     scale = float(expected.detach().abs().max())
     assert (found - expected).abs().max() <= 1e-6 * max(scale, 1)
     assert_same_gradients(gradients(ours.model.visual, found), gradients(theirs.model.visual, expected))
-    pixels[16:76] += 1  # the second picture
+    pixels[16:76] += 1  # the second image
     moved = (ours.model.visual(pixels, grid_thw=grids).pooler_output - found).abs().amax(1) > 1e-4 * scale
     assert moved.tolist() == [False] * 4 + [True] * 15 + [False] * 6
 
 
 def test_boundaries_are_copied_to_the_host_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = both("qwen2_5_vl")
-    pixels, grids = pictures("qwen2_5_vl", [[1, 8, 8]])
+    pixels, grids = some_pixels("qwen2_5_vl", [[1, 8, 8]])
     copies: list[list[int]] = []
 
     def copy(boundaries: Tensor) -> list[int]:

@@ -44,7 +44,7 @@ def test_a_wrong_record_is_told_once(capture: GraphCapture, reason: str, capsys:
     machine = Machine(capture)
     assert not can_capture(machine, CPU, torch.float32) and not can_capture(machine, CPU, torch.float32)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("npu-vlrl: cpu does not record the attention of decoding (") and reason in line
+    assert line.startswith("npu-vlrl: cpu does not capture the attention of decoding (") and reason in line
 
 
 class WithoutExperts:

@@ -20,7 +20,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as theirs
 from npu_vlrl import kernels
 from npu_vlrl.kernels import modules, table
 from npu_vlrl.kernels.modules import attach
-from tests.kernels.test_attach import NAMES, build, packed_logits, pictures
+from tests.kernels.test_attach import NAMES, build, packed_logits, some_pixels
 
 PARTS = ("rms_norm", "swiglu", "patch_embed", "add_at", "rotary")
 REPLACED = {
@@ -101,7 +101,7 @@ def test_a_model_computes_the_same_by_the_ops(name: str, calls: Counter[str]) ->
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     if name.endswith("vl"):
         calls.clear()
-        pixels, grids = pictures(name, [[1, 4, 4], [1, 6, 10]])
+        pixels, grids = some_pixels(name, [[1, 4, 4], [1, 6, 10]])
         expected, found = (model.model.visual(pixels, grid_thw=grids).pooler_output for model in (plain, ours))
         assert calls == ({"rms_norm": 7, "swiglu": 3, "patch_embed": 1} if "2_5" in name else {"patch_embed": 1})
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -254,7 +254,7 @@ def test_every_layer_rotates_by_a_function_that_is_replaced(
     assert sum(seen.values()) == 2
     if name.endswith("vl"):
         seen.clear()
-        model.model.visual(pictures(name, [[1, 4, 4]])[0], grid_thw=torch.tensor([[1, 4, 4]]))
+        model.model.visual(some_pixels(name, [[1, 4, 4]])[0], grid_thw=torch.tensor([[1, 4, 4]]))
         assert seen == {"_rotate_vision": len(model.model.visual.blocks)}
 
 

@@ -23,10 +23,10 @@ from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import export
 from tests.support.learning import (
     SMALL_LORA,
+    an_image,
     assign_advantages,
     load,
     make_learner,
-    picture,
     plain_logits,
     plain_model,
     samples_of,
@@ -56,7 +56,7 @@ def with_critic(
 
 def episodes(loaded: LoadedModel, style: Any = "concat") -> list[Sample]:
     made = [
-        trajectory(loaded, seed, (3, 2), group="g", rewards=(0.5 * seed, 1.0 - seed), images=[picture(5)])
+        trajectory(loaded, seed, (3, 2), group="g", rewards=(0.5 * seed, 1.0 - seed), images=[an_image(5)])
         for seed in range(3)
     ]
     made = [replace(one, member=i) for i, one in enumerate(made)]
@@ -287,10 +287,10 @@ def test_observations_are_scored_where_a_mask_is_off(settings: dict[str, Any]) -
 
 
 def test_what_the_world_said_is_scored_under_the_whole_distribution() -> None:
-    """Pictures too: their placeholders are forbidden to the policy alone."""
+    """Images too: their placeholders are forbidden to the policy alone."""
     loaded = load()
     learner = with_critic(loaded, algorithm={"preset": "rico_gae", "kl_coef": 0.01})
-    made = trajectory(loaded, 0, (3, 2), [picture(5)], later_images=[picture(6)], rewards=(0.0, 1.0))
+    made = trajectory(loaded, 0, (3, 2), [an_image(5)], later_images=[an_image(6)], rewards=(0.0, 1.0))
     (scored,) = learner.score(export([made], "concat", "sum", 1.0, "tiny"))
     logits = plain_logits(plain_model(tiny_folder()), loaded, [scored])[0].detach()
     usable = [i for i in range(loaded.policy.n_tokens) if i not in loaded.policy.special.placeholders]

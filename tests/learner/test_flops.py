@@ -19,10 +19,10 @@ from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Sample, Segment, SegmentKind
 from tests.support.learning import (
     SMALL_LORA,
+    an_image,
     context_segment,
     load,
     make_learner,
-    picture,
     plain_model,
     samples_of,
     tiny_folder,
@@ -39,9 +39,9 @@ PRODUCTS = ("mm", "addmm", "convolution", "convolution_backward")
 
 
 def shown(loaded: LoadedModel) -> Segment:
-    """Windows of Qwen2.5-VL are 4 x 4 patches here; those of the first picture are cut on both sides."""
-    pictures = [picture(1, 140, 84), picture(2, 56, 28)] if loaded.policy.vision is not None else []
-    return context_segment(loaded, SegmentKind.PROMPT, "Which way is the top? " * 3, pictures)
+    """Windows of Qwen2.5-VL are 4 x 4 patches here; those of the first image are cut on both sides."""
+    images = [an_image(1, 140, 84), an_image(2, 56, 28)] if loaded.policy.vision is not None else []
+    return context_segment(loaded, SegmentKind.PROMPT, "Which way is the top? " * 3, images)
 
 
 def counted_by_torch(kind: str, loaded: LoadedModel, train: bool, frozen: bool) -> int:

@@ -36,13 +36,13 @@ def sent(samples: Samples) -> Samples:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(samples), type=Samples)
 
 
-def picture(seed: int) -> ImageInput:
+def an_image(seed: int) -> ImageInput:
     rgb = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
     return ImageInput(Image(rgb), (1, 2, 2 + seed), 1 + seed)
 
 
 def said(kind: SegmentKind, ids: Sequence[int], seeds: Sequence[int] = ()) -> Segment:
-    images = tuple(picture(seed) for seed in seeds)
+    images = tuple(an_image(seed) for seed in seeds)
     return Segment(kind, (*ids, *(9 for image in images for _ in range(image.n_tokens))), SPECIAL, images)
 
 
@@ -149,7 +149,7 @@ def test_a_damaged_message_is_refused() -> None:
     packed = SampleWriter().pack(two_turns())
     first, *others = packed.images.pixels
     flipped = msgspec.structs.replace(packed.images, pixels=[bytes([first[0] ^ 1]) + first[1:], *others])
-    with pytest.raises(ValueError, match=f"image {picture(0).image.hash[:12]} came with the pixels of"):
+    with pytest.raises(ValueError, match=f"image {an_image(0).image.hash[:12]} came with the pixels of"):
         SampleReader(SPECIAL).unpack(sent(msgspec.structs.replace(packed, images=flipped)))
     not_finite = msgspec.structs.replace(packed, logprobs=struct.pack("<2d", math.nan, -1.0))
     with pytest.raises(ValueError, match="logprob that is not finite"):

@@ -27,10 +27,10 @@ from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Sample
 from npu_vlrl.workflow.export import export
 from tests.support.learning import (
+    an_image,
     assign_advantages,
     float64_inside,
     load,
-    picture,
     tiny_folder,
     trajectory,
     with_advantage,
@@ -40,7 +40,7 @@ from tests.support.ranks import fork_here
 torch.set_num_threads(1)
 
 BUDGET = 178
-"""The group without pictures fits, and so does each with pictures, but no two of them."""
+"""The group without images fits, and so does each with images, but no two of them."""
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"preset": "grpo", "kl_coef": 0.1},
@@ -51,11 +51,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def groups(loaded: LoadedModel, with_pictures: bool = True) -> list[Sample]:
-    """A large group that is text only, and two smaller ones that show pictures."""
+def groups(loaded: LoadedModel, with_images: bool = True) -> list[Sample]:
+    """A large group that is text only, and two smaller ones that show images."""
     made = [trajectory(loaded, s, (24, 20), group="text", rewards=(0.0, float(s))) for s in range(3)]
     for number, name in enumerate(("one", "two")):
-        shown = [picture(number, 56, 56)] if with_pictures else []
+        shown = [an_image(number, 56, 56)] if with_images else []
         made += [trajectory(loaded, 9 + 3 * number + s, (24,), shown, group=name, rewards=(s,)) for s in range(3)]
     return export(made, "concat", "sum", 1.0, "tiny")
 
@@ -69,7 +69,7 @@ def new_learner(loaded: LoadedModel, name: str, ranks: Ranks | None, **algorithm
 
 
 def train(name: str, ranks: Ranks | None, **changes: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """The metrics of two steps, and the weights after them: a step without pictures is the second."""
+    """The metrics of two steps, and the weights after them: a step without images is the second."""
     loaded = load(**changes)
     wide = name in ("grpo", "decoupled")
     with float64_inside() if wide else nullcontext():
@@ -77,8 +77,8 @@ def train(name: str, ranks: Ranks | None, **changes: Any) -> tuple[list[dict[str
             loaded.policy.model.double()
         learner = new_learner(loaded, name, ranks)
         metrics = []
-        for with_pictures in (True, False):
-            scored = learner.score(groups(loaded, with_pictures))
+        for with_images in (True, False):
+            scored = learner.score(groups(loaded, with_images))
             metrics.append(learner.step(assign_advantages(scored, learner.algorithm)))
     weights = dict(learner.parameters)
     if learner.critic is not None:
@@ -232,12 +232,12 @@ def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 # --- one update ------------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_has_no_picture_and_less_to_do(both: Path) -> None:
-    text, pictures = told(both, "plan")
-    assert len(text) == len(pictures) == 2
-    assert [batch["images"] for batch in text] == [0, 0] and [batch["images"] for batch in pictures] == [1, 1]
+def test_one_rank_has_no_image_and_less_to_do(both: Path) -> None:
+    text, images = told(both, "plan")
+    assert len(text) == len(images) == 2
+    assert [batch["images"] for batch in text] == [0, 0] and [batch["images"] for batch in images] == [1, 1]
     assert [len(batch["samples"]) for batch in text] == [3, 0] and text[1]["tokens"] == 1
-    assert [len(batch["samples"]) for batch in pictures] == [3, 3]
+    assert [len(batch["samples"]) for batch in images] == [3, 3]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

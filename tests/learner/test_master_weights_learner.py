@@ -19,7 +19,7 @@ from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.workflow.export import export
 from tests.support.checkpoints import as_of_old, change
-from tests.support.learning import SMALL_LORA, assign_advantages, load, make_learner, picture, samples_of, trajectory
+from tests.support.learning import SMALL_LORA, an_image, assign_advantages, load, make_learner, samples_of, trajectory
 
 torch.set_num_threads(1)
 
@@ -257,7 +257,7 @@ def with_critic(loaded: LoadedModel, backbone: Any) -> Learner:
 def test_a_critic_in_bfloat16_goes_on_bit_by_bit(tmp_path: Path, backbone: str) -> None:
     """Its head is in float32; a separate backbone has masters of its own, and the policy's get no gradient of it."""
 
-    shown = [picture(5)]
+    shown = [an_image(5)]
 
     def step(learner: Learner) -> dict[str, float]:
         made = [trajectory(loaded, seed, (3, 2), shown, group="g", rewards=(0.5 * seed, 1 - seed)) for seed in range(2)]

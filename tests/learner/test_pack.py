@@ -17,7 +17,7 @@ from npu_vlrl.learner.pack import MicroBatch, balance, collate, fit, idle, plan_
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Image, Sample, Segment, SegmentKind, SpecialTokens
 from npu_vlrl.workflow.export import export
-from tests.support.learning import load, make_learner, picture, plain_model, samples_of, tiny_folder, trajectory
+from tests.support.learning import an_image, load, make_learner, plain_model, samples_of, tiny_folder, trajectory
 from tests.support.trees import last_seer
 
 torch.set_num_threads(1)
@@ -155,10 +155,10 @@ def test_ranks_by_hand() -> None:
     assert balance([], 2) == [[], []]
 
 
-def test_a_picture_is_work(loaded: LoadedModel) -> None:
-    """Three groups of text, and one with fewer tokens but a picture, which goes through the tower."""
+def test_a_image_is_work(loaded: LoadedModel) -> None:
+    """Three groups of text, and one with fewer tokens but an image, which goes through the tower."""
     made = [trajectory(loaded, g, (110,), group=f"g{g}") for g in range(3)]
-    made.append(trajectory(loaded, 3, (10,), [picture(1, 224, 224)], group="g3"))
+    made.append(trajectory(loaded, 3, (10,), [an_image(1, 224, 224)], group="g3"))
     samples = export(made, "concat", "sum", 1.0, "tiny")
     model = ModelFlops(loaded.policy)
 
@@ -200,7 +200,7 @@ def test_tensors_are_what_the_segments_say(loaded: LoadedModel) -> None:
     seen: list[tuple[object, ...]] = []  # what stands before each place, itself included, in order of the places
     before, targets, owners, behaviour, advantages = [], [], [], [], []
     for number, sample in enumerate(samples):
-        pictures = iter(sample.images)
+        images = iter(sample.images)
         whole: tuple[object, ...] = ()
         left = 0
         for index, segment in enumerate(sample.segments):
@@ -213,10 +213,10 @@ def test_tensors_are_what_the_segments_say(loaded: LoadedModel) -> None:
                     assert sample.credit is not None
                     advantages.append(sample.credit.advantages_N[0])
                 if token == loaded.policy.special.image and not left:
-                    picture = next(pictures)
-                    left = picture.n_tokens
+                    image = next(images)
+                    left = image.n_tokens
                 left -= token == loaded.policy.special.image
-                whole = (*whole, picture.image.hash if token == loaded.policy.special.image else token)
+                whole = (*whole, image.image.hash if token == loaded.policy.special.image else token)
                 seen.append(whole)
     distinct = dict.fromkeys(seen)
     assert len(batch.token_ids_T) == len(distinct) < len(seen)  # the prompts of a group begin alike
@@ -268,16 +268,16 @@ def shown_in(batch: MicroBatch) -> list[str]:
 
 @settings(max_examples=25)
 @given(st.permutations(range(4)))
-def test_each_occurrence_keeps_its_own_picture_in_any_order(order: list[int]) -> None:
+def test_each_occurrence_keeps_its_own_image_in_any_order(order: list[int]) -> None:
     loaded = vision_model()
     samples = samples_of(loaded)
     assert sorted(len(shown(sample)) for sample in samples) == [0, 1, 1, 3]
     samples = [samples[i] for i in order]
     batch = collate(samples, loaded.policy)
-    # both samples of g0 begin with the same picture, which stands there once
+    # both samples of g0 begin with the same image, which stands there once
     assert sorted(shown_in(batch)) == sorted(name for s in samples for name in shown(s) if s.id != "g0/1")
     hashes = [image.image.hash for image in batch.images]
-    assert len(hashes) == len(set(hashes)) == 3  # four places of three pictures
+    assert len(hashes) == len(set(hashes)) == 3  # four places of three images
 
 
 def score(loaded: LoadedModel, batch: MicroBatch) -> dict[str, list[float]]:
@@ -299,13 +299,13 @@ def test_a_shuffled_batch_scores_every_sample_as_if_it_were_alone(loaded: Loaded
             assert together[name] == pytest.approx(values, abs=2e-6)
 
 
-def test_the_check_above_sees_a_wrong_picture(loaded: LoadedModel) -> None:
+def test_the_check_above_sees_a_wrong_image(loaded: LoadedModel) -> None:
     batch = collate(samples_of(loaded), loaded.policy)
     right = score(loaded, batch)
     changed = replace(batch.images[0], image=Image(255 - batch.images[0].image.rgb))
     wrong = score(loaded, replace(batch, images=(changed, *batch.images[1:])))
     assert max(abs(a - b) for a, b in zip(right["g0/0"], wrong["g0/0"], strict=True)) > 1e-4
-    assert right["g1/2"] == pytest.approx(wrong["g1/2"], abs=1e-6)  # it has no picture
+    assert right["g1/2"] == pytest.approx(wrong["g1/2"], abs=1e-6)  # it has no image
 
 
 def test_a_batch_without_images_and_a_text_model() -> None:
@@ -332,7 +332,7 @@ def test_a_sample_that_begins_with_a_trained_token_is_refused(loaded: LoadedMode
         collate([replace(sample, segments=(action,), trained=(0,))], loaded.policy)
 
 
-def test_placeholders_without_pictures_are_refused(loaded: LoadedModel) -> None:
+def test_placeholders_without_images_are_refused(loaded: LoadedModel) -> None:
     sample = samples_of(loaded)[0]
     blind = SpecialTokens(loaded.policy.special.end_of_turn)  # a segment that does not know its placeholders
     prompt = Segment(SegmentKind.PROMPT, sample.segments[0].token_ids, blind)

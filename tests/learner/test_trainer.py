@@ -280,7 +280,7 @@ def test_a_broken_reference_skips_the_update_though_the_gradient_is_finite(loade
     before = weights(learner)
     metrics = learner.step(samples)
     assert metrics["skipped_updates"] == 1 and unchanged(learner, before)
-    assert learner.skipped == ["g0/0", "g0/1", "g1/3"]  # the other one has no picture
+    assert learner.skipped == ["g0/0", "g0/1", "g1/3"]  # the other one has no image
 
 
 # --- learner and engine disagree -------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def test_a_trained_tower_and_the_reference_see_with_their_own_weights(loaded: Lo
     assert learner.step(without_rewards(samples))["kl"] > 1e-6
 
 
-def test_a_frozen_tower_encodes_each_picture_once_for_policy_and_reference() -> None:
+def test_a_frozen_tower_encodes_each_image_once_for_policy_and_reference() -> None:
     loaded = load(freeze_vision=True)
     learner = make_learner(loaded, {"kl_coef": 0.05})
     runs: list[int] = []
@@ -156,5 +156,5 @@ def test_a_frozen_tower_encodes_each_picture_once_for_policy_and_reference() -> 
         tower.register_forward_pre_hook(lambda _, args, named: runs.append(len(named["grid_thw"])), with_kwargs=True)
     for _ in range(3):
         learner.step(samples_of(loaded))
-    assert sum(runs) == 3  # distinct pictures
+    assert sum(runs) == 3  # distinct images
     assert learner.vision.encoded == 3

@@ -22,7 +22,7 @@ from npu_vlrl.learner.tree import Shared, divide, share
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Sample, Trajectory
 from npu_vlrl.workflow.export import export
-from tests.support.learning import Probe, distance, load, make_learner, picture, trajectory, with_advantage
+from tests.support.learning import Probe, an_image, distance, load, make_learner, trajectory, with_advantage
 from tests.support.trees import last_seer
 
 torch.set_num_threads(1)
@@ -118,12 +118,12 @@ def apart(keys: Sequence[np.ndarray]) -> Shared:
 
 
 def family(loaded: LoadedModel, seed: int, style: Any) -> list[Sample]:
-    """Two groups of members that see the same pictures, say the same at first, and then something else."""
+    """Two groups of members that see the same images, say the same at first, and then something else."""
     rng = random.Random(seed)
     made: list[Trajectory] = []
     for group in ("g0", "g1"):
-        pictures = [picture(rng.randint(0, 1)) for _ in range(rng.randint(0, 2))]
-        whole = trajectory(loaded, seed, (3, 4, 2), pictures, [picture(9, 28, 28)], group=group)
+        images = [an_image(rng.randint(0, 1)) for _ in range(rng.randint(0, 2))]
+        whole = trajectory(loaded, seed, (3, 4, 2), images, [an_image(9, 28, 28)], group=group)
         for member in range(3):
             turns = whole.turns[: rng.randint(1, 3)]
             action = turns[-1].action
@@ -172,7 +172,7 @@ def test_the_comparison_sees_a_token_that_looks_at_a_neighbour() -> None:
         assert distance(probe.measure(samples), expected) > 1e-3
 
 
-def test_each_picture_of_a_group_is_encoded_once() -> None:
+def test_each_image_of_a_group_is_encoded_once() -> None:
     loaded = load()
     samples = family(loaded, 0, "individual")
     learner = make_learner(loaded)

@@ -18,7 +18,7 @@ from npu_vlrl.model.load import load_model, load_weights, model_folder, replace_
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.types import DataError, Message
 from npu_vlrl.workflow.render import Renderer
-from tests.support.episodes import Stage, picture, task
+from tests.support.episodes import Stage, an_image, task
 from tests.support.models import KINDS, VISION_KINDS, is_vision, load, plain, tiny_folder
 
 CPU = torch.device("cpu")
@@ -134,8 +134,8 @@ def test_types_of_weights_and_pixel_limits() -> None:
     model = load(tiny_folder("qwen3_vl"), dtype="bfloat16", max_pixels=64 * 64)
     assert {p.dtype for p in model.policy.model.parameters()} == {torch.bfloat16}
     assert model.processor is not None
-    assert model.processor.describe(picture(100, 100, 0)).n_tokens == 4
-    assert load(tiny_folder("qwen3_vl")).processor.describe(picture(100, 100, 0)).n_tokens == 9  # type: ignore[union-attr]
+    assert model.processor.describe(an_image(100, 100, 0)).n_tokens == 4
+    assert load(tiny_folder("qwen3_vl")).processor.describe(an_image(100, 100, 0)).n_tokens == 9  # type: ignore[union-attr]
 
 
 def test_a_template_in_the_processors_file(folder: Path) -> None:
@@ -257,12 +257,12 @@ def test_a_path_that_is_not_a_folder(tmp_path: Path) -> None:
         load_model(ModelConfig(path=str(tmp_path / "x")), tmp_path, 0, CPU)
 
 
-def test_a_text_only_model_refuses_pictures() -> None:
+def test_a_text_only_model_refuses_images() -> None:
     model = load(tiny_folder("qwen3"))
     renderer = Renderer(model.tokenizer, model.processor, template_name="tiny")
     with pytest.raises(DataError, match="text-only model, but the messages hold 1 images: choose a vision-language"):
-        renderer.open([Message("user", (picture(28, 28, 0), "x"))])
-    played = Stage(model).play([task("seen", [picture(28, 28, 0), "x"]), task("fine", ["x"])], members=1)
+        renderer.open([Message("user", (an_image(28, 28, 0), "x"))])
+    played = Stage(model).play([task("seen", [an_image(28, 28, 0), "x"]), task("fine", ["x"])], members=1)
     assert played[0].error is not None and played[0].error.startswith("seen: ") and "text-only" in played[0].error
     assert played[1].error is None
 

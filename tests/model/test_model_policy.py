@@ -15,7 +15,7 @@ from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Message
 from npu_vlrl.workflow.render import Renderer
-from tests.support.episodes import picture
+from tests.support.episodes import an_image
 from tests.support.models import KINDS, is_vision, load, loaded, plain, plain_patches, tiny_folder
 
 CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-4}
@@ -27,9 +27,9 @@ class Prompt:
     def __init__(self, kind: str, *sizes: tuple[int, int], text: str = "up?") -> None:
         self.kind, model = kind, loaded(tiny_folder(kind))
         self.policy = model.policy
-        pictures = [picture(*size, seed) for seed, size in enumerate(sizes if is_vision(kind) else ())]
+        images = [an_image(*size, seed) for seed, size in enumerate(sizes if is_vision(kind) else ())]
         renderer = Renderer(model.tokenizer, model.processor, template_name="tiny")
-        (segment,) = renderer.open([Message("user", (*pictures, text))]).context
+        (segment,) = renderer.open([Message("user", (*images, text))]).context
         self.images, self.ids = segment.images, list(segment.token_ids)
         self.features = VisionFeatures(model.policy, model.processor, 0).fixed(self.images)
         self.positions = torch.from_numpy(rotary_positions(self.ids, self.images, self.policy.special.image, 2))

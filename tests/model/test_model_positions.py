@@ -10,24 +10,24 @@ from hypothesis import strategies as st
 
 from npu_vlrl.model.positions import rotary_positions
 from npu_vlrl.types import ImageInput
-from tests.support.episodes import picture
+from tests.support.episodes import an_image
 from tests.support.models import VISION_KINDS, plain, tiny_folder
 
-PIXELS = picture(28, 28, 0)
+PIXELS = an_image(28, 28, 0)
 TEXT = 7
 
 merged = st.tuples(st.integers(1, 6), st.integers(1, 6))
-# runs of text between pictures; at least one token lies between two of them, as the templates write it
+# runs of text between images; at least one token lies between two of them, as the templates write it
 layouts = st.tuples(st.integers(0, 5), st.lists(st.tuples(merged, st.integers(1, 5)), max_size=4), st.booleans())
 
 
 def build(layout: tuple, placeholder: int) -> tuple[list[int], list[ImageInput]]:
-    start, parts, ends_with_picture = layout
+    start, parts, ends_with_image = layout
     ids, images = [TEXT] * start, []
     for index, ((height, width), text) in enumerate(parts):
         images.append(ImageInput(PIXELS, (1, 2 * height, 2 * width), height * width))
         ids += [placeholder] * (height * width)
-        ids += [TEXT] * (0 if ends_with_picture and index == len(parts) - 1 else text)
+        ids += [TEXT] * (0 if ends_with_image and index == len(parts) - 1 else text)
     return ids or [TEXT], images
 
 
@@ -55,7 +55,7 @@ def test_equal_to_transformers(kind: str) -> None:
 
 
 def test_by_hand() -> None:
-    """Two words, a picture of 2 x 3 tokens, one word."""
+    """Two words, an image of 2 x 3 tokens, one word."""
     image = ImageInput(PIXELS, (1, 4, 6), 6)
     assert rotary_positions([TEXT, TEXT, *[9] * 6, TEXT], [image], 9, 2).tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5],
@@ -69,6 +69,6 @@ def test_a_text_only_model_counts_tokens() -> None:
 
 
 @pytest.mark.parametrize("ids", [[TEXT, 9, 9, 9], [TEXT], [9] * 5])
-def test_placeholders_that_do_not_fit_the_pictures(ids: list[int]) -> None:
+def test_placeholders_that_do_not_fit_the_images(ids: list[int]) -> None:
     with pytest.raises(ValueError, match=r"\d placeholder tokens for images of \[4\] tokens"):
         rotary_positions(ids, [ImageInput(PIXELS, (1, 4, 4), 4)], 9, 2)

@@ -96,7 +96,7 @@ def test_parts_of_a_processor(tmp_path: Path) -> None:
     }
 
 
-def test_limits_of_pictures_have_both_names(tmp_path: Path) -> None:
+def test_limits_of_images_have_both_names(tmp_path: Path) -> None:
     file = tmp_path / "preprocessor_config.json"
     size = {"shortest_edge": 1, "longest_edge": 2}
     file.write_text(json.dumps({"size": size, "image_processor_type": "Qwen2VLImageProcessorPil"}))

@@ -9,7 +9,7 @@ import torch
 
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import ImageInput
-from tests.support.episodes import picture
+from tests.support.episodes import an_image
 from tests.support.models import VISION_KINDS, load, loaded, plain, plain_patches, tiny_folder
 
 SIZES = [(60, 90), (112, 40), (28, 28), (56, 56)]
@@ -18,7 +18,7 @@ SIZES = [(60, 90), (112, 40), (28, 28), (56, 56)]
 def make(kind: str, cache_bytes: int = 2**24, **settings: bool) -> tuple[VisionFeatures, list[ImageInput]]:
     model = load(tiny_folder(kind), **settings)
     assert model.processor is not None
-    images = [model.processor.describe(picture(*size, seed)) for seed, size in enumerate(SIZES)]
+    images = [model.processor.describe(an_image(*size, seed)) for seed, size in enumerate(SIZES)]
     return VisionFeatures(model.policy, model.processor, cache_bytes), images
 
 
@@ -41,8 +41,8 @@ def test_features_equal_those_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_deep_features_of_all_pictures_or_of_each(monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
-    """transformers 5.10 gives one tensor of all, 5.24 cuts it into pictures."""
+def test_deep_features_of_all_images_or_of_each(monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
+    """transformers 5.10 gives one tensor of all, 5.24 cuts it into images."""
     vision, images = make("qwen3_vl", cache_bytes=0)
     expected = vision.fixed(images)
     published = vision.policy.core.get_image_features
@@ -59,7 +59,7 @@ def test_deep_features_of_all_pictures_or_of_each(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
-def test_each_picture_is_encoded_once(kind: str) -> None:
+def test_each_image_is_encoded_once(kind: str) -> None:
     vision, (a, b, c, _) = make(kind)
     first = vision.fixed([a, b, a])
     assert vision.encoded == 2 and vision.referenced == 3
@@ -121,7 +121,7 @@ def test_nothing_is_kept_with_a_bound_of_zero() -> None:
     assert vision.encoded == 3
 
 
-def test_a_trained_tower_gets_gradients_for_each_picture() -> None:
+def test_a_trained_tower_gets_gradients_for_each_image() -> None:
     vision, images = make("qwen3_vl")
     features = vision.differentiable(images[:2])
     torch.cat(features).square().sum().backward()
@@ -130,9 +130,9 @@ def test_a_trained_tower_gets_gradients_for_each_picture() -> None:
     assert vision.encoded == vision.referenced == 2
 
 
-def test_pictures_for_a_text_only_model_are_refused() -> None:
+def test_images_for_a_text_only_model_are_refused() -> None:
     model = loaded(tiny_folder("qwen3"))
-    image = ImageInput(picture(28, 28, 0), (1, 2, 2), 1)
+    image = ImageInput(an_image(28, 28, 0), (1, 2, 2), 1)
     with pytest.raises(ValueError, match="use a VL model"):
         VisionFeatures(model.policy, model.processor, 0).fixed([image])
     with pytest.raises(AssertionError, match="text-only"):

@@ -135,7 +135,7 @@ def test_mrope_with_three_positions(section, mode):
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_rotary_of_a_vision_tower_with_heads_of_80(kind):
-    """As vllm-ascend calls it for pictures: queries and keys in one batch, [2, T, N, 80]; cos and sin [1, T, 1, 80]."""
+    """As vllm-ascend calls it for images: queries and keys in one batch, [2, T, N, 80]; cos and sin [1, T, 1, 80]."""
     angles = torch.cat([torch.arange(6)[:, None] * frequencies(40)] * 2, -1)
     cos, sin = (part[None, :, None].to(kind).npu() for part in (angles.cos(), angles.sin()))
     x = draw(2, 6, 3, 80).to(kind)

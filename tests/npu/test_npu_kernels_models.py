@@ -30,14 +30,14 @@ from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Message
 from npu_vlrl.workflow.render import Renderer
 from tests.host_cann import counted
-from tests.support.episodes import picture
+from tests.support.episodes import an_image
 from tests.support.models import KINDS, VISION_KINDS, is_vision, plain_model, plain_patches, tiny_folder
 
 DEVICE = torch.device("npu", 0)
 LAYERS = BLOCKS = 2
 """Of the tiny models: layers of text, blocks of vision. In Qwen2.5-VL one block sees windows, the other all."""
 
-PICTURES = ([(60, 90), (30, 30)], [], [(112, 56)])
+IMAGES = ([(60, 90), (30, 30)], [], [(112, 56)])
 TEXTS = ("up?", "Which way?", "and this one")
 
 
@@ -54,16 +54,16 @@ def load(kind: str, **settings: Any) -> LoadedModel:
 
 
 class Batch:
-    """Three prompts of unequal lengths, with two pictures, none and one."""
+    """Three prompts of unequal lengths, with two images, none and one."""
 
     def __init__(self, model: LoadedModel, kind: str) -> None:
         self.policy = model.policy
         renderer = Renderer(model.tokenizer, model.processor, template_name="tiny")
-        sizes = PICTURES if is_vision(kind) else ([],) * 3
-        pictures = [[picture(*size, seed) for seed, size in enumerate(part)] for part in sizes]
+        sizes = IMAGES if is_vision(kind) else ([],) * 3
+        images = [[an_image(*size, seed) for seed, size in enumerate(part)] for part in sizes]
         self.segments = [
             renderer.open([Message("user", (*shown, text))]).context[0]
-            for shown, text in zip(pictures, TEXTS, strict=True)
+            for shown, text in zip(images, TEXTS, strict=True)
         ]
         self.lengths = [len(segment) for segment in self.segments]
         assert len(set(self.lengths)) == 3

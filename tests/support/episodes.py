@@ -46,7 +46,7 @@ class Reply:
     images: tuple[Image, ...] | None = None
 
 
-def picture(width: int, height: int, seed: int) -> Image:
+def an_image(width: int, height: int, seed: int) -> Image:
     return Image(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
@@ -137,34 +137,34 @@ class Stage:
 
 
 def long_episode(kind: str, turns: int = 3) -> list[Task]:
-    """A task with pictures in the prompt and in a tool result, one without any picture, and one of a single turn."""
+    """A task with images in the prompt and in a tool result, one without any image, and one of a single turn."""
     if not is_vision(kind):
         script = [Reply(f"no {i}") for i in range(turns - 1)]
         return [task("a", ["What?"], *script), task("b", ["Which way is up?"], *script), task("c", ["x"])]
-    look = Reply("see", (picture(56, 84, 4), picture(30, 100, 5)))
+    look = Reply("see", (an_image(56, 84, 4), an_image(30, 100, 5)))
     rest = [Reply("Try again.") for _ in range(turns - 2)]
     return [
-        task("a", [picture(60, 100, 1), "and", picture(112, 40, 2), "?"], look, *rest),
+        task("a", [an_image(60, 100, 1), "and", an_image(112, 40, 2), "?"], look, *rest),
         task("b", ["no picture here"], Reply("wrong"), *rest),
-        task("c", [picture(28, 28, 3), "x"]),
+        task("c", [an_image(28, 28, 3), "x"]),
     ]
 
 
 # Strategies
 
-pictures = st.builds(picture, st.integers(28, 112), st.integers(28, 112), st.integers(0, 2**16))
+some_images = st.builds(an_image, st.integers(28, 112), st.integers(28, 112), st.integers(0, 2**16))
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc", "Co", "Cn"]), min_size=1, max_size=8)
 
 
 @st.composite
 def _parts(draw: st.DrawFn, max_images: int) -> tuple[str | Image, ...]:
-    images = draw(st.lists(pictures, max_size=max_images))
+    images = draw(st.lists(some_images, max_size=max_images))
     words = draw(st.lists(texts, min_size=1, max_size=2))
     return tuple(draw(st.permutations([*images, *words])))
 
 
 def _replies(max_images: int) -> st.SearchStrategy[Reply]:
-    results = st.builds(Reply, texts, st.lists(pictures, max_size=max_images).map(tuple))
+    results = st.builds(Reply, texts, st.lists(some_images, max_size=max_images).map(tuple))
     return st.builds(Reply, texts) | results
 
 

@@ -56,7 +56,7 @@ def load(kind: str = "qwen2_5_vl", **settings: Any) -> LoadedModel:
     return load_model(ModelConfig(path=str(tiny_folder(kind)), **settings), Path("unused"), 0, CPU)
 
 
-def picture(seed: int, width: int = 56, height: int = 28) -> Image:
+def an_image(seed: int, width: int = 56, height: int = 28) -> Image:
     return Image(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
@@ -164,7 +164,7 @@ def samples_of(
     loaded: LoadedModel, style: ExportStyle = "concat", with_images: bool = True, first_seed: int = 0
 ) -> list[Sample]:
     """Two groups of two: several turns, 1, 3 and 0 images, 8 + 4 + 4 + 16 trained tokens, advantages of both signs."""
-    a, b, c = picture(1), picture(2, 28, 28), picture(3, 84, 28)
+    a, b, c = an_image(1), an_image(2, 28, 28), an_image(3, 84, 28)
     some, many = ((a,), (b, a, c)) if with_images else ((), ())
     made = [
         trajectory(loaded, first_seed, (3, 5), some, group="g0"),

@@ -99,7 +99,7 @@ def plain(folder: Path) -> Any:
 
 
 def plain_patches(folder: Path, images: list[Any]) -> Any:
-    """What the model takes for uint8 pictures, by the image processor of transformers."""
+    """What the model takes for uint8 images, by the image processor of transformers."""
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     facts = FAMILIES[kind].vision

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from npu_vlrl.types import Generation, Message, SamplingParams, Segment, SegmentKind
-from tests.support.episodes import Stage, picture
+from tests.support.episodes import Stage, an_image
 
-LOOKS = [picture(60, 90, 1), picture(100, 40, 2)]
+LOOKS = [an_image(60, 90, 1), an_image(100, 40, 2)]
 
 
 def run(*work: Coroutine[Any, Any, Any]) -> list[Any]:

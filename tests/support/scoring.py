@@ -83,8 +83,8 @@ def plain_logprobs(
     forbidden = torch.arange(model.lm_head.weight.shape[0]) >= n_tokens
     if is_vision(model.config.model_type):
         forbidden[list(loaded(folder).policy.special.placeholders)] = True
-        pictures = [Pillow.fromarray(image.image.rgb) for sample in samples for image in sample.images]
-        made = plain_patches(folder, pictures) if pictures else {}
+        images = [Pillow.fromarray(image.image.rgb) for sample in samples for image in sample.images]
+        made = plain_patches(folder, images) if images else {}
         inputs |= made
         if hasattr(model.model, "get_rope_index"):
             types = (ids == model.config.image_token_id).long() * mask

@@ -56,18 +56,18 @@ def new_learner(case: str, ranks: Ranks | None, device: torch.device = CPU) -> L
     return Learner(loaded.policy, vision, settings, optim, 1.0, 10, critic, ranks, None, divide)
 
 
-def step(learner: Learner, case: str, with_pictures: bool = True) -> dict[str, float]:
-    """Of one group without pictures, and two with some, which another rank has."""
+def step(learner: Learner, case: str, with_images: bool = True) -> dict[str, float]:
+    """Of one group without images, and two with some, which another rank has."""
     kind, _, model = CASES[case]
-    scored = learner.score(groups(load(kind, **model), with_pictures))
+    scored = learner.score(groups(load(kind, **model), with_images))
     metrics = learner.step(assign_advantages(scored, learner.algorithm))
     return {name: value for name, value in metrics.items() if not name.startswith("update/")}
 
 
 def train(case: str, ranks: Ranks | None, device: torch.device = CPU) -> Result:
-    """Metrics of three steps, the second without pictures, and the whole weights after them."""
+    """Metrics of three steps, the second without images, and the whole weights after them."""
     learner = new_learner(case, ranks, device)
-    metrics = [step(learner, case, with_pictures) for with_pictures in (True, False, True)]
+    metrics = [step(learner, case, with_images) for with_images in (True, False, True)]
     return metrics, {name: p.detach().cpu().clone() for name, p in learner.whole.trainable().items()}
 
 

@@ -38,7 +38,7 @@ class VllmStage(Stage):
             device=loaded.policy.device,
             context_tokens=CONTEXT,
             cache_bytes=CACHE_BYTES,
-            record=False,
+            capture=False,
             seed=0,
             device_bytes=device_bytes,
             sleeps=sleeps,
@@ -75,7 +75,7 @@ def looks(stage: VllmStage) -> list[Any]:
 
 
 def episodes(stage: VllmStage, temperature: float = 1.0, seed: int = 0, members: int = 3) -> list[Sample]:
-    """Several turns with pictures in prompts and in the results of tools, and some without."""
+    """Several turns with images in prompts and in the results of tools, and some without."""
     stage.recorder.asked.clear()
     trajectories = stage.play(long_episode(stage.kind), members=members, temperature=temperature, seed=seed)
     assert [t.error for t in trajectories] == [None] * len(trajectories)

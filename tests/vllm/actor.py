@@ -41,7 +41,7 @@ class Player:
         self.stage.engine, self.stage.recorder = self.engine, RecordingEngine(self.engine)  # type: ignore[assignment,arg-type]
 
     def episodes(self) -> list[Sample]:
-        """The same pictures each time."""
+        """The same images each time."""
         self.stage.recorder.asked.clear()
         trajectories = self.stage.play(long_episode("qwen2_5_vl"), members=2)
         assert [t.error for t in trajectories] == [None] * len(trajectories)
@@ -102,7 +102,7 @@ def engine(world: World, workers: int) -> None:
                 device=torch.device("cpu"),
                 context_tokens=1024,
                 cache_bytes=2**28,
-                record=False,
+                capture=False,
                 seed=0,
                 workers=workers,
             )

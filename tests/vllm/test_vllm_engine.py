@@ -15,7 +15,7 @@ from npu_vlrl.engines.base import EngineError, Request
 from npu_vlrl.engines.vllm.engine import CPU_TURNS, LOGPROBS
 from npu_vlrl.types import Generation, SamplingParams, Segment, SegmentKind, StopReason
 from npu_vlrl.workflow.export import export
-from tests.support.episodes import Reply, picture, task
+from tests.support.episodes import Reply, an_image, task
 from tests.support.models import KINDS, is_vision, load, plain_model, tiny_folder
 from tests.support.rounds import continued, generate_all, params, prompt, run
 from tests.support.scoring import (
@@ -96,8 +96,8 @@ def test_logprobs_are_those_of_what_was_drawn_from(stage: VllmStage) -> None:
 
 
 @seeing
-def test_a_picture_that_changed_is_seen(stage: VllmStage) -> None:
-    """What vLLM sampled with one picture does not pass with another one of the same size."""
+def test_a_image_that_changed_is_seen(stage: VllmStage) -> None:
+    """What vLLM sampled with one image does not pass with another one of the same size."""
     samples = episodes(stage)[:1]
     rgb = samples[0].images[0].image.rgb.copy()
     rgb[8:22, 4:18] = 255 - rgb[8:22, 4:18]
@@ -108,7 +108,7 @@ def test_a_picture_that_changed_is_seen(stage: VllmStage) -> None:
 
 
 def test_new_weights_in_the_middle_of_an_episode(stage: VllmStage, restored: None) -> None:
-    """The turn after the update is the new model's, and says so; the pictures were seen before it."""
+    """The turn after the update is the new model's, and says so; the images were seen before it."""
     context = prompt(stage, *looks(stage), "up?")
     session = stage.engine.session()
     (first,) = run(session.generate(context, params(1)))
@@ -176,7 +176,7 @@ def test_an_interruption_before_the_first_step(stage: VllmStage) -> None:
 
 
 @seeing
-def test_a_new_tower_is_seen_in_pictures_of_before(stage: VllmStage, restored: None) -> None:
+def test_a_new_tower_is_seen_in_images_of_before(stage: VllmStage, restored: None) -> None:
     llm = stage.vllm._llm.llm_engine
     assert gap(stage, episodes(stage)) < TOLERANCE
     change(stage.policy.vision.parameters(), seed=2)
@@ -223,9 +223,9 @@ def test_an_answer_depends_on_its_seed_alone(stage: VllmStage) -> None:
 
 
 def test_a_round_larger_than_what_is_computed_at_once(stage: VllmStage) -> None:
-    """Twice as many long prompts as are decoded together, each with words and pictures of its own."""
-    shown = [[picture(112, 112, number)] if looks(stage) else [] for number in range(2 * CPU_TURNS)]
-    contexts = [prompt(stage, f"{n} Which way? " * 20, *pictures) for n, pictures in enumerate(shown)]
+    """Twice as many long prompts as are decoded together, each with words and images of its own."""
+    shown = [[an_image(112, 112, number)] if looks(stage) else [] for number in range(2 * CPU_TURNS)]
+    contexts = [prompt(stage, f"{n} Which way? " * 20, *images) for n, images in enumerate(shown)]
     assert sum(len(segment) for context in contexts for segment in context) > 8_192
     answers = generate_all(stage, [(context, params(n, 4)) for n, context in enumerate(contexts)])
     samples = [
@@ -296,7 +296,7 @@ def test_a_request_that_cannot_be_played_fails_alone(stage: VllmStage) -> None:
 def test_another_image_processor_is_noticed(stage: VllmStage) -> None:
     processor = stage.loaded.processor
     assert processor is not None
-    context = prompt(stage, picture(60, 60, 1), "up?")
+    context = prompt(stage, an_image(60, 60, 1), "up?")
     larger = dataclasses.replace(processor, min_pixels=200 * 200)
     with patch.object(stage.engine, "processor", larger):
         (answer,) = generate_all(stage, [(context, params(0))])
@@ -304,16 +304,16 @@ def test_another_image_processor_is_noticed(stage: VllmStage) -> None:
 
 
 @seeing
-def test_a_picture_that_was_resized_before(stage: VllmStage) -> None:
+def test_a_image_that_was_resized_before(stage: VllmStage) -> None:
     """vLLM would round other pixels: the gap to the learner shows that it has nothing to resize."""
     stage.recorder.asked.clear()
-    tasks = [task("t", [picture(191, 77, 5), picture(33, 130, 6), "?"], Reply("see", (picture(41, 43, 7),)))]
+    tasks = [task("t", [an_image(191, 77, 5), an_image(33, 130, 6), "?"], Reply("see", (an_image(41, 43, 7),)))]
     samples = export(stage.play(tasks), "concat", "best", 1.0, "test")
     assert gap(stage, samples) < TOLERANCE
 
 
 def test_a_frozen_tower_and_a_head_of_its_own(tmp_path: Path) -> None:
-    """Features of pictures stay, and the head is not the embedding."""
+    """Features of images stay, and the head is not the embedding."""
     folder = shutil.copytree(tiny_folder("qwen2_5_vl", HIDDEN), tmp_path / "untied")
     model = plain_model(folder)
     model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False

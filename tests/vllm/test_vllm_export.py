@@ -20,7 +20,7 @@ from tests.support.models import KINDS, is_vision, load, plain_model, tiny_folde
 HIDDEN = 128  # heads of 32: vLLM's attention on a CPU knows none of 16
 TOLERANCE = 2e-5
 LIMIT = 4 * 32 * 32
-"""Pixels of a picture, below what the folder of the model allows: the run's own setting."""
+"""Pixels of an image, below what the folder of the model allows: the run's own setting."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -39,7 +39,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def prompt(folder: Path, sees: bool) -> tuple[dict[str, Any], Any, str]:
-    """Inputs of transformers; the picture; and the text, with one placeholder for it."""
+    """Inputs of transformers; the image; and the text, with one placeholder for it."""
     pixels = np.random.default_rng(0).integers(0, 256, (96, 128, 3), dtype=np.uint8)
     if not sees:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -49,8 +49,8 @@ def prompt(folder: Path, sees: bool) -> tuple[dict[str, Any], Any, str]:
     processor: Any = AutoProcessor.from_pretrained(folder)
     content = [{"type": "image"}, {"type": "text", "text": "Which way is up?"}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    picture = Pillow.fromarray(pixels)
-    return dict(processor(text=[text], images=[picture], return_tensors="pt")), picture, text
+    image = Pillow.fromarray(pixels)
+    return dict(processor(text=[text], images=[image], return_tensors="pt")), image, text
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def plain_logprobs(folder: Path, inputs: dict[str, Any]) -> torch.Tensor:
 def test_vllm_says_what_plain_transformers_says(exported: tuple[Path, Path]) -> None:
     out, base = exported
     sees = is_vision(out.name)
-    inputs, picture, text = prompt(out, sees)
+    inputs, image, text = prompt(out, sees)
     if sees:
         patches = inputs["image_grid_thw"].prod().item()
         unit = 14 if out.name == "qwen2_5_vl" else 16
@@ -74,7 +74,7 @@ def test_vllm_says_what_plain_transformers_says(exported: tuple[Path, Path]) -> 
     vllm = import_vllm()
     llm = vllm.LLM(str(out), dtype="float32", max_model_len=512, kv_cache_memory_bytes=2**28, enforce_eager=True)
     try:
-        request: Any = {"prompt": text, **({"multi_modal_data": {"image": picture}} if sees else {})}
+        request: Any = {"prompt": text, **({"multi_modal_data": {"image": image}} if sees else {})}
         (answer,) = llm.generate(request, vllm.SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     finally:
         llm.llm_engine.engine_core.shutdown()

@@ -17,7 +17,7 @@ from tests.vllm.test_vllm_engine import VISIBLE
 
 @pytest.mark.parametrize("workers", [2])
 def test_workers_sample_with_the_weights_of_another_process(tmp_path: Path, workers: int) -> None:
-    """Pictures of before the update, and a tower that changes with it."""
+    """Images of before the update, and a tower that changes with it."""
     folder = shutil.copytree(tiny_folder("qwen2_5_vl", HIDDEN), tmp_path / "model")
     processes = start(2, ["-m", "tests.vllm.actor", folder, workers], tmp_path)
     assert finish(processes) == [0, 0], said(tmp_path, 2)

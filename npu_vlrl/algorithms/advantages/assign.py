@@ -1,4 +1,4 @@
-"""From samples to samples with credit."""
+"""Advantage estimation: samples in, samples with credit out."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from npu_vlrl.types import Credit, Sample
 def assign_advantages(
     samples: Sequence[Sample], estimator: Chosen[Estimator], kl: KL
 ) -> tuple[list[Sample], dict[str, float]]:
-    """The samples with their credit, and metrics of the estimator; the samples of an episode stand together. They were
-    scored, where a critic or KL in the reward needs it.
+    """The samples with their credit, and metrics of the estimator. The samples of an episode must be adjacent, and
+    scored where a critic or KL in the reward needs it.
 
     Raises ValueError when a reward or a value is not finite, naming the sample, and for states that are missing.
     """

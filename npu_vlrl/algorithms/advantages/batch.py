@@ -1,4 +1,4 @@
-"""From samples to the arrays that estimators over samples, turns or tokens work on. S counts samples, K turns."""
+"""Arrays that estimators over samples, turns or tokens read, made from samples. S counts samples, K turns."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from npu_vlrl.types import Sample
 
 @dataclass(frozen=True)
 class AdvantageBatch:
-    """The samples of a step, whose episodes stand together, and what each scored token earns by itself."""
+    """The samples of a step, adjacent within an episode, and the rewards of single scored tokens."""
 
     samples: Sequence[Sample]
     earned_N: np.ndarray
-    """float64: a KL penalty, say; over the scored tokens of all samples, 0 on those that the policy did not sample."""
+    """float64: reward of each scored token of all samples, such as a KL penalty; 0 on tokens that were not sampled."""
 
     def __post_init__(self) -> None:
         for sample in self.samples:
@@ -42,7 +42,7 @@ class AdvantageBatch:
         return np.array([sample.n_trained for sample in self.samples], dtype=np.int64)
 
     def rewards(self) -> np.ndarray:
-        """What each sample earned, float64 [S]."""
+        """Reward of each sample with those of its tokens, float64 [S]."""
         owner_N = np.repeat(np.arange(len(self.samples)), self.scored_S)
         own_S = np.bincount(owner_N, weights=self.earned_N, minlength=len(self.samples))
         return own_S + [sample.reward for sample in self.samples]
@@ -97,9 +97,9 @@ class AdvantageBatch:
         )
 
     def states(self) -> list[str]:
-        """What the environment said of its state before each trained turn.
+        """The environment's `state_key` before each trained turn.
 
-        Raises ValueError when it did not say, naming the sample.
+        Raises ValueError, naming the sample, where the environment gave none.
         """
         for sample in self.samples:
             if len(sample.states) != len(sample.trained) or None in sample.states:

@@ -36,8 +36,8 @@ def estimator(
 
 
 def over_samples(options: type[Options] | None = None, lengths: bool = False) -> Callable[[F], F]:
-    """For `f(rewards_S, groups, …)`, which returns one value for all tokens of a sample; `lengths`: it also takes the
-    number of trained tokens of each. Options are passed by name.
+    """Declares `f(rewards_S, groups, …)`, which returns one value for all tokens of a sample; `lengths`: it also takes
+    the number of trained tokens of each. Options are passed by name.
     """
 
     def credit(function: Callable[..., np.ndarray], batch: AdvantageBatch, given: Options | None = None) -> np.ndarray:
@@ -48,8 +48,8 @@ def over_samples(options: type[Options] | None = None, lengths: bool = False) ->
 
 
 def over_turns(options: type[Options] | None = None, states: bool = False) -> Callable[[F], F]:
-    """For `f(turns, …)`, which returns one value for all tokens of a turn; `states`: it also takes the state before
-    each turn. Options are passed by name.
+    """Declares `f(turns, …)`, which returns one value for all tokens of a turn; `states`: it also takes the state
+    before each turn. Options are passed by name.
     """
 
     def credit(function: Callable[..., np.ndarray], batch: AdvantageBatch, given: Options | None = None) -> np.ndarray:
@@ -69,8 +69,8 @@ class TokenOptions(Options):
 
 
 def over_tokens(keys: type[TokenOptions], critic: bool = True) -> Callable[[F], F]:
-    """For `f(tokens, …)`, which returns the credit of each token. Options are passed by name, but for those of
-    `TokenOptions`, which decide over the tokens.
+    """Declares `f(tokens, …)`, which returns the credit of each token. Options are passed by name, except those of
+    `TokenOptions`, which select the tokens and their rewards.
     """
 
     def credit(function: Callable[..., Credit], batch: AdvantageBatch, options: TokenOptions) -> Credit:

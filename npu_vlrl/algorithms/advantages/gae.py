@@ -38,5 +38,5 @@ def gae(tokens: Tokens, token_discount: float, gae_lambda: float) -> Credit:
 
 @over_tokens(MaskedGaeOptions)
 def masked_gae(tokens: Tokens, token_discount: float, gae_lambda: float) -> Credit:
-    """`gae`; the two differ in the default of `advantage_mask`."""
+    """The estimator `gae` with another default of `advantage_mask`."""
     return gae(tokens, token_discount, gae_lambda)

@@ -22,7 +22,7 @@ class GigpoOptions(TurnDiscount):
 def gigpo(turns: Turns, states: Sequence[Hashable], turn_discount: float, state_weight: float) -> np.ndarray:
     """(R_i - mean of the group) + w · (G_k - mean over the group's turns that began in the same state), [K].
 
-    w is `state_weight`, `states` what the environment says of its state before each turn, and G_k the discounted return
+    w is `state_weight`, `states` holds the environment's `state_key` before each turn, and G_k is the discounted return
     from the turn on. A state that was seen once adds nothing.
     """
     anchors = list(zip(turns.group_K.tolist(), states, strict=True))

@@ -1,4 +1,4 @@
-"""What the group-relative estimators share. S counts samples, G groups."""
+"""Shared parts of the group-relative estimators. S counts samples, G groups."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from npu_vlrl.algorithms.equality import equal
 
 LARGEST_REWARD = 1e100
-"""Its square is still a finite float64."""
+"""Limit of an absolute reward, whose square is still a finite float64."""
 
 
 @dataclass(frozen=True)
 class Centred:
-    """Rewards less the mean of their group, and where each came from."""
+    """Rewards minus the mean of their group, and the group of each."""
 
     values_S: np.ndarray
-    """float64; exactly 0 throughout a group whose rewards are `equal`, whatever was rounded."""
+    """float64; exactly 0 throughout a group whose rewards are `equal`, despite rounding."""
     group_S: np.ndarray
     """int: index of each sample's group."""
     size_G: np.ndarray

@@ -1,4 +1,4 @@
-"""REINFORCE++, Hu et al. 2025 (arXiv 2501.03262): what was earned, whitened over the batch. There is no critic."""
+"""REINFORCE++, Hu et al. 2025 (arXiv 2501.03262): returns whitened over the batch. There is no critic."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the token-level estimators work on, and what they share: a recursion along runs, and whitening.
+"""Arrays of the token-level estimators, and their shared parts: a recursion along runs, and whitening.
 
-N counts scored tokens, K turns. The tokens of an episode stand together, in order.
+N counts scored tokens, K turns. The tokens of an episode are adjacent, in order.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Tokens:
     """The response tokens of a batch: each episode from its first ACTION token to its last, observations included."""
 
     episode_N: np.ndarray
-    """int: index of the episode; the tokens of one episode stand together."""
+    """int: index of the episode; the tokens of one episode are adjacent."""
     turn_N: np.ndarray
     """int: index of the turn in its episode, rising; an observation belongs to the turn after it."""
     sampled_N: np.ndarray
     """bool: sampled by the policy."""
     rewards_N: np.ndarray
-    """float64: the reward of a turn on its last token; elsewhere what a token itself earns, such as a KL term."""
+    """float64: the reward of a turn on its last token; on all tokens, rewards of single tokens such as a KL term."""
     values_N: np.ndarray
     """float64: the critic's value of the state before the token was sampled."""
 
@@ -57,7 +57,7 @@ class Tokens:
 
 
 def over(tokens: Tokens, mask_N: np.ndarray, estimator: Callable[[Tokens], Credit]) -> Credit:
-    """What the estimator makes of the tokens in `mask_N` (VAGEN's M^adv) alone; the others get nothing."""
+    """Credit of the tokens in `mask_N` (VAGEN's M^adv), as if there were no others; the others get 0."""
     part = estimator(tokens.select(mask_N))
     full = [np.zeros(mask_N.shape, dtype=x.dtype) for x in (part.advantages_N, part.returns_N, part.critic_N)]
     for array, values in zip(full, (part.advantages_N, part.returns_N, part.critic_N), strict=True):
@@ -66,7 +66,7 @@ def over(tokens: Tokens, mask_N: np.ndarray, estimator: Callable[[Tokens], Credi
 
 
 def changes(ids: np.ndarray) -> np.ndarray:
-    """bool [n - 1]: whether the next entry is another one."""
+    """bool [n - 1]: whether the next entry differs."""
     changed: np.ndarray = ids[1:] != ids[:-1]
     return changed
 
@@ -79,10 +79,10 @@ def next_in_run(values: np.ndarray, run: np.ndarray) -> np.ndarray:
 
 
 def backward_sums(values: np.ndarray, run: np.ndarray, factor: float) -> np.ndarray:
-    """y_t = x_t + factor · y_(t+1), where y is 0 beyond the end of a run; entries of a run stand together.
+    """y_t = x_t + factor · y_(t+1), where y is 0 beyond the end of a run; entries of a run are adjacent.
 
-    By doubling: a sum over 2s entries is the sum over s, and factor^s times the sum over s that begins s later. That
-    takes log2(longest run) passes over the whole batch instead of a loop over tokens.
+    The sums are doubled: a sum over 2s entries is the sum over s, plus factor^s times the sum over s that begins s
+    later. This takes log2(longest run) passes over the whole batch instead of a loop over tokens.
     """
     sums, reach, weight = np.array(values, dtype=np.float64), 1, factor
     while reach < len(sums):

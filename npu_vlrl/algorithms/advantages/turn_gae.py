@@ -49,8 +49,8 @@ def bi_level_gae(tokens: Tokens, token_discount: float, turn_discount: float, ga
 
 @over_tokens(TurnGaeOptions)
 def turn_wise_gae(tokens: Tokens, turn_discount: float, gae_lambda: float) -> Credit:
-    """A_k on every token of turn k, whitened with the statistics of the turn ends. r_k is the sum of what the tokens of
-    the turn earn: its reward, and KL where that is in the reward.
+    """A_k on every token of turn k, whitened with the statistics of the turn ends. r_k is the sum of the rewards of the
+    turn's tokens: its reward, and KL where that is in the reward.
 
     Returns exist at the turn ends only, so that is where the critic is trained.
     """

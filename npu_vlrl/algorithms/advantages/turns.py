@@ -1,4 +1,4 @@
-"""What the estimators over turns work on. K counts the turns of a batch."""
+"""Arrays of the estimators over turns. K counts the turns of a batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class TurnDiscount(Options):
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of a batch: those of one episode stand together, in order."""
+    """The turns of a batch: the turns of one episode are adjacent, in order."""
 
     group_K: np.ndarray
     """str: the group of the turn's episode."""
     episode_K: np.ndarray
     """int"""
     index_K: np.ndarray
-    """int: 0 for an episode's first turn."""
+    """int: index of the turn in its episode, 0 for the first."""
     rewards_K: np.ndarray
     """float64"""
     outcomes_K: np.ndarray
@@ -37,7 +37,7 @@ class Turns:
         return backward_sums(self.rewards_K, self.episode_K, discount)
 
     def of_episodes(self, estimator: Callable[[np.ndarray, Sequence[str]], np.ndarray]) -> np.ndarray:
-        """What an estimator over episodes makes of their outcomes, each episode counted once; on every turn, [K]."""
+        """Values of an estimator over the episodes' outcomes, each episode counted once; on every turn, [K]."""
         first = np.ones(len(self.episode_K), dtype=bool)
         first[1:] = changes(self.episode_K)
         found_K: np.ndarray = estimator(self.outcomes_K[first], self.group_K[first].tolist())[first.cumsum() - 1]

@@ -1,4 +1,4 @@
-"""Decoupled PPO: the policy that sampled and the policy that the step stays near are two.
+"""Decoupled PPO: the behaviour policy, which sampled, and the proximal policy, which bounds the step, are distinct.
 
 Objective: Hilton et al. 2021, "Batch size-invariance for policy optimization", arXiv 2110.00641; for language models
 AReaL (Fu et al. 2025, arXiv 2505.24298), whose code leaves tokens above a cap of the weight out.

@@ -1,6 +1,6 @@
 """The clipped surrogate of PPO (Schulman et al. 2017, arXiv 1707.06347), per token.
 
-With clip-higher (DAPO, arXiv 2503.14476) and dual clip (Ye et al. 2020, arXiv 1912.09729).
+It has clip-higher (DAPO, arXiv 2503.14476) and dual clip (Ye et al. 2020, arXiv 1912.09729).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The engine that samples with the learner's own classes."""
+"""In-process engine, which samples with the learner's own model classes."""

@@ -1,6 +1,6 @@
-"""The state of rows that are decoded together. Everything a step reads and writes is a tensor at an address that stays.
+"""State of rows that are decoded together. All inputs and outputs of a decode step are tensors with fixed addresses.
 
-So a step can be recorded once and replayed, and the host need not know what was drawn until it asks.
+So a step can be captured once as a graph and replayed, and the host need not read the drawn tokens after each step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from npu_vlrl.model.routing import Routing
 from npu_vlrl.types import SamplingParams
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Rows of a recorded step: one of these, or a multiple of the last. Those left over are idle."""
+"""Rows of a captured decode step: one of these, or a multiple of the last. Surplus rows are idle."""
 
 
 class Batch:
-    """Room for `rows` rows of `room` tokens, of which each turn draws up to `new_tokens`.
+    """A batch of `rows` rows with `room` tokens each, of which a turn draws up to `new_tokens`.
 
-    The rows in use come first. A row that no longer runs is computed but does not change.
+    The rows in use come first. A finished row is still computed but does not change.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class Batch:
         capture: GraphCapture | None,
         record_routes: bool = False,
     ) -> None:
-        """Without a `capture` each step is run anew. `record_routes`: see `InProcessEngine`."""
+        """Allocates the state. Without a `capture` each step is launched without a graph. `record_routes`: see
+        `InProcessEngine`.
+        """
         self.policy = policy
         self.capture = capture
         rows = _size(rows) if capture else rows
@@ -48,11 +50,11 @@ class Batch:
             return torch.zeros(shape, dtype=dtype, device=policy.device)
 
         self.tokens_B = zeros(rows)
-        """The last token of each row, which was drawn and not computed yet."""
+        """The last drawn token of each row, which has not passed the model yet."""
         self.positions_B = zeros(rows)
-        """Its rotary position."""
+        """Rotary position of the last token of each row."""
         self.lengths_B = zeros(rows, dtype=torch.int32)
-        """How many tokens are kept."""
+        """Number of tokens of each row in the KV cache."""
         self.drawn_B = zeros(rows)
         self.limits_B = zeros(rows)
         self.running_B = zeros(rows, dtype=torch.bool)
@@ -61,7 +63,7 @@ class Batch:
         self.top_k_B1 = zeros(rows, 1)
         self.top_p_B1 = zeros(rows, 1, dtype=torch.float32)
         self.uniforms_BN = zeros(rows, new_tokens, dtype=torch.float32)
-        # one column more than a turn can have: there a row that has stopped goes on writing
+        # one column more than a turn can have, to which finished rows write
         self.ids_BN = zeros(rows, new_tokens + 1)
         self.logprobs_BN = zeros(rows, new_tokens + 1, dtype=torch.float32)
         routes_shape = policy.routes_shape if record_routes else None
@@ -74,7 +76,7 @@ class Batch:
         self._recorded: dict[tuple[int, bool, bool], Callable[[], None]] = {}
 
     def begin(self, params: Sequence[SamplingParams], lengths: Sequence[int], positions: Sequence[int]) -> None:
-        """Puts turns into the first rows, whose `lengths` tokens are kept; `positions` are those of the next tokens."""
+        """Puts turns into the first rows, with `lengths` cached tokens; `positions` are those of the next tokens."""
         count, device = len(params), self.policy.device
         filters = Filters.of(params, device)
         self._filtered = (filters.top_k_B1 is not None, filters.top_p_B1 is not None)
@@ -104,7 +106,7 @@ class Batch:
         size = _size(count)
         key = (size, *self._filtered)
         if key not in self._recorded:
-            # while nothing runs, a step changes nothing that is looked at: recording may repeat it
+            # while no row runs, a step changes no result, so the capture may repeat it
             running = self.running_B.clone()
             self.running_B.zero_()
             self._recorded[key] = self.capture(lambda: self._step(size, self.room))
@@ -147,7 +149,7 @@ class Batch:
         running_B &= ~ended_B & (drawn_B < self.limits_B[rows])
 
     def move(self, row: int, target: int) -> None:
-        """Puts the turn of one row in the place of another."""
+        """Moves the turn of one row to another row."""
         self.kv.move(row, target)
         for state in (
             self.tokens_B,

@@ -1,9 +1,9 @@
-"""The engine that samples from a policy of its own process.
+"""In-process engine, which samples from a policy of its own process.
 
 In the learner's process it shares the learner's weights, so nothing can be stale; in an engine process it has a copy.
-Prompts that are equal (the members of a group) are computed once and copied; a later turn continues from the keys and
-values of the turn before. Where the device can record work, a step of decoding is recorded for each size of batch and
-replayed, and the host looks at what was drawn every few steps only; it then also asks whether to interrupt the round.
+Equal prompts (the members of a group) are prefilled once and copied; a later turn continues from the KV cache of the
+turn before. Where the device can capture graphs, a decode step is captured for each batch size and replayed, and the
+host reads the drawn tokens every few steps only; it then also checks whether to interrupt the round.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from npu_vlrl.sync.buckets import WeightTarget, in_place
 from npu_vlrl.types import Generation, ImageInput, StopReason
 
 PREFILL_TOKENS = 16384
-"""Prompts are computed together up to so many tokens, which bounds the memory of their hidden states."""
+"""Largest number of prompt tokens in one forward pass, which bounds the memory of their hidden states."""
 
 UNSEEN_STEPS = 8
-"""So many recorded steps run before the host looks who has finished: it costs those who have a few steps in vain."""
+"""Number of replayed decode steps between two checks for finished rows; finished rows are computed until then."""
 
 
 @dataclass(eq=False)
 class _Turn:
-    """A request while it is worked on."""
+    """State of a request in a round."""
 
     request: Request
     cached: CachedTurn | None
-    """What the session's turn before left behind, if this one continues it."""
+    """Cache of the session's turn before, if this turn continues it."""
     outcome: Outcome | None = None
     next_position: int = 0
     """Rotary position of the first new token."""
@@ -50,7 +50,7 @@ class _Turn:
     """int16 [tokens, L, k]: of the context behind what was cached, where routes are recorded."""
 
     def work(self) -> object:
-        """Turns with equal work are prefilled together: same tokens, same pictures, nothing cached."""
+        """Key of the prefill: turns with the same tokens and images, and nothing cached, are prefilled once."""
         return self.request.prompt() if self.cached is None else self
 
     @property
@@ -77,9 +77,10 @@ class InProcessEngine(LocalEngine):
         new_capture: Callable[[], GraphCapture | None] = lambda: None,
         record_routes: bool = True,
     ) -> None:
-        """`cache_bytes` bounds the keys and values of the rows that are decoded, and again those that are kept between
-        turns: what finds no room waits, or is computed again. `new_capture`: see `hardware.Platform.graph_capture`.
-        `record_routes`: a mixture of experts says which experts it chose, see `Generation.routes`.
+        """`cache_bytes` bounds the KV cache of the rows that are decoded, and separately the KV cache that is kept
+        between turns. Turns beyond it wait for the next wave, or are prefilled again. `new_capture`: see
+        `hardware.Platform.graph_capture`. `record_routes`: a mixture of experts reports the experts that it chose, see
+        `Generation.routes`.
         """
         super().__init__()
         self.policy = policy
@@ -89,10 +90,10 @@ class InProcessEngine(LocalEngine):
         self.record_routes = record_routes and policy.routes_shape is not None
         self._batch: Batch | None = None
         self._caches: dict[int, CachedTurn] = {}
-        """By session."""
+        """Cached turns by session."""
 
     def weights_changed(self, version: int) -> dict[str, float]:
-        """Features and cached turns are worthless now."""
+        """Evicts cached turns, and features unless the tower is frozen."""
         self.weight_version = version
         self.vision.weights_changed()
         self._caches.clear()
@@ -115,7 +116,7 @@ class InProcessEngine(LocalEngine):
         return replace(self.counts, images_referenced=self.vision.referenced, images_encoded=self.vision.encoded)
 
     def sample(self, requests: Sequence[Request]) -> list[Outcome]:
-        """A round. What goes wrong in it is the outcome of every request that has none by then."""
+        """Samples a round. An error in it is the outcome of every request that has none by then."""
         turns = [_Turn(request, self._usable_cache(request)) for request in requests]
         try:
             self._generate(turns)
@@ -142,7 +143,7 @@ class InProcessEngine(LocalEngine):
         self.policy.model.eval()
         try:
             for number, wave in enumerate(self._waves(turns)):
-                if number and self.interrupted():  # the first wave draws a token in any case: a round gets somewhere
+                if number and self.interrupted():  # the first wave draws a token in any case, so each round progresses
                     for turn in wave:
                         turn.outcome = Generation((), (), (), StopReason.INTERRUPTED)
                     continue
@@ -153,16 +154,16 @@ class InProcessEngine(LocalEngine):
             self.policy.model.train(was_training)
 
     def _waves(self, turns: list[_Turn]) -> Iterator[list[_Turn]]:
-        """Turns that are decoded together: as many as `cache_bytes` has room for."""
+        """Splits turns into waves that are decoded together: as many as fit into `cache_bytes`."""
         room = max(turn.room for turn in turns)
         rows = max(1, self.cache_bytes // (room * KeyValues.bytes_per_token(self.policy)))
         for start in range(0, len(turns), rows):
             yield turns[start : start + rows]
 
     def _batch_for(self, turns: list[_Turn]) -> Batch:
-        """The batch of before where it has room enough, since what was recorded holds its addresses.
+        """The batch of the last wave where it is large enough, since captured graphs hold its addresses.
 
-        Else one that has room for both, if memory allows, so that rounds of different shape do not take turns.
+        Otherwise a batch that is large enough for both, if memory allows, so that alternating shapes share it.
         """
         rows, room = len(turns), max(turn.room for turn in turns)
         new_tokens = max(turn.request.sampling.max_new_tokens for turn in turns)
@@ -183,7 +184,7 @@ class InProcessEngine(LocalEngine):
     # --- prefill ---
 
     def _prefill(self, batch: Batch, turns: list[_Turn]) -> list[_Turn]:
-        """Computes each distinct context once and draws the first tokens; returns the turns in their rows."""
+        """Prefills each distinct context once and draws the first tokens; returns the turns in the order of rows."""
         shared: dict[object, list[_Turn]] = defaultdict(list)
         for turn in turns:
             shared[turn.work()].append(turn)
@@ -207,7 +208,7 @@ class InProcessEngine(LocalEngine):
         return rows
 
     def _compute(self, batch: Batch, firsts: list[_Turn], chunk: range) -> Tensor:
-        """Puts the contexts of some of the first rows into them; returns the hidden states at their ends."""
+        """Prefills the rows of `chunk`; returns the hidden states at the ends of their contexts."""
         turns, device = [firsts[row] for row in chunk], self.policy.device
         ids, positions = [], []
         images: list[ImageInput] = []
@@ -240,7 +241,7 @@ class InProcessEngine(LocalEngine):
     # --- decoding ---
 
     def _decode(self, batch: Batch, rows: list[_Turn]) -> None:
-        """Steps until no turn runs; turns that have ended leave the batch, and all do when the round is interrupted."""
+        """Decodes until no turn runs; finished turns leave the batch, and all do when the round is interrupted."""
         done = 1
         while rows := self._settle(batch, rows):
             if self.interrupted():
@@ -252,7 +253,7 @@ class InProcessEngine(LocalEngine):
                 done += 1
 
     def _settle(self, batch: Batch, rows: list[_Turn]) -> list[_Turn]:
-        """Answers the turns that have ended; returns those that still run, in their rows."""
+        """Answers the finished turns; returns those that still run, in the order of rows."""
         running = batch.running_B[: len(rows)].tolist()
         ended = [row for row, runs in enumerate(running) if not runs]
         self._finish(batch, rows, ended)
@@ -265,7 +266,7 @@ class InProcessEngine(LocalEngine):
         return rows[:left]
 
     def _finish(self, batch: Batch, rows: list[_Turn], which: Sequence[int], interrupted: bool = False) -> None:
-        """Answers the turns of these rows with what they have drawn."""
+        """Answers the turns of the rows `which` with their drawn tokens."""
         if not which:
             return
         at = torch.tensor(which, device=self.policy.device)
@@ -289,7 +290,7 @@ class InProcessEngine(LocalEngine):
         request = turn.request
         self._caches.pop(request.session, None)
         if not math.isfinite(logprobs[-1]):
-            self._batch = None  # its keys and values may hold what is not a number
+            self._batch = None  # its KV cache may contain NaN
             turn.outcome = ValueError(
                 f"token {len(ids)} of this turn has the log-probability {logprobs[-1]}: the model's output is not "
                 "finite; check its weights, or use model.dtype=float32"
@@ -308,7 +309,7 @@ class InProcessEngine(LocalEngine):
 
 
 def _chunks(turns: Sequence[_Turn]) -> Iterator[range]:
-    """Runs of turns with up to `PREFILL_TOKENS` new tokens; a longer one is alone."""
+    """Splits turns into runs of up to `PREFILL_TOKENS` new tokens; a longer turn is alone."""
     start = tokens = 0
     for index, turn in enumerate(turns):
         new = turn.n_context - turn.n_cached

@@ -1,4 +1,4 @@
-"""`rollout.engine=inprocess`."""
+"""Kind of the engine that `rollout.engine=inprocess` chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values: those of a batch at addresses that stay, and those of a session between its turns."""
+"""KV cache of a batch, with fixed addresses, and KV cache of a session between its turns."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from npu_vlrl.types import ImageInput
 
 @dataclass(frozen=True)
 class CachedTurn:
-    """What a finished turn leaves behind."""
+    """KV cache of a finished turn."""
 
     token_ids: tuple[int, ...]
-    """The tokens whose keys and values are held."""
+    """The tokens whose keys and values are cached."""
     kv_WTKD: Tensor
-    """W = 2 * layers: the keys of all layers, then the values."""
+    """Keys of all layers, then the values; W = 2 * layers."""
     images: tuple[ImageInput, ...]
-    """The pictures behind the placeholders among them."""
+    """Images of the placeholders among the tokens."""
 
     @property
     def n_bytes(self) -> int:
@@ -30,12 +30,12 @@ class CachedTurn:
 
 
 class KeyValues:
-    """Room for the keys and values of `room` tokens in each of `rows` rows."""
+    """KV cache for `room` tokens in each of `rows` rows."""
 
     def __init__(self, policy: Policy, rows: int, room: int) -> None:
         self.room = room
         self.layers, heads, width = policy.kv_shape
-        # zeros, since attention may weigh what is beyond a row's length with zero, and that must not be NaN
+        # zeros, since attention may weigh values beyond a row's length with zero, and they must not be NaN
         shape = (2 * self.layers, rows, room, heads, width)
         self.kv_WBLKD = torch.zeros(shape, dtype=policy.head_weight.dtype, device=policy.device)
 
@@ -45,7 +45,7 @@ class KeyValues:
         return 2 * layers * heads * width * policy.head_weight.element_size()
 
     def kept(self, rows: CacheRows, first: int = 0) -> KVCache:
-        """The rows from `first` on, as many as `rows` has."""
+        """KV cache of the rows from `first` on, as many as `rows` has, for a forward pass."""
         parts = self.kv_WBLKD[:, first : first + len(rows.lengths_B)].unbind(0)
         return KVCache(parts[: self.layers], parts[self.layers :], rows, rows.slots())
 

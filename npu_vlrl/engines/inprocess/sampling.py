@@ -1,6 +1,6 @@
-"""Drawing tokens: temperature, top-k, top-p, forbidden ids, one random stream for each request.
+"""Sampling of tokens: temperature, top-k, top-p, forbidden ids, one random stream for each request.
 
-Nothing here waits for the device, so a step of decoding can be recorded.
+Nothing here waits for the device, so a decode step can be captured as a graph.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from npu_vlrl.types import SamplingParams
 
 BLOCK = 512
-"""Ids whose probabilities are added up first when one is drawn."""
+"""Number of ids whose probabilities are summed before the search for the drawn id."""
 
 
 @dataclass(frozen=True)
 class Filters:
-    """What shapes the distribution of each row. Greedy rows have temperature 1 and no filter."""
+    """Temperature and filters of each row's distribution. Greedy rows have temperature 1 and no filter."""
 
     temperature_B1: Tensor
     """float32"""
@@ -44,7 +44,7 @@ class Filters:
 def processed_logprobs(logits_BV: Tensor, filters: Filters, forbidden_V: Tensor) -> Tensor:
     """Log-probabilities float32 [B, V] of the distribution that is sampled from; filtered tokens are at -inf.
 
-    The order is that of the field: forbidden ids, temperature, top-k, top-p.
+    The order is the usual one: forbidden ids, temperature, top-k, top-p.
     """
     logits = logits_BV.float().masked_fill(forbidden_V, -torch.inf) / filters.temperature_B1
     if filters.top_k_B1 is not None:
@@ -73,13 +73,13 @@ def draw(logprobs_BV: Tensor, uniforms_B: Tensor, greedy_B: Tensor) -> Tensor:
     """Token ids int64 [B]: the most likely one for greedy rows, else by inverting the distribution function at a
     uniform number in [0, 1). A token of probability zero is never drawn.
 
-    First the block of ids is found, then the id in it: a running sum over all ids would cost more than all the rest.
+    First the block of ids is found, then the id in it: a cumulative sum over all ids would take longer than the rest.
     """
     n_ids = logprobs_BV.shape[1]
     blocks_BNI = torch.unflatten(functional.pad(logprobs_BV.exp(), (0, -n_ids % BLOCK)), 1, (-1, BLOCK))
     upto_BN = blocks_BNI.sum(2).cumsum(1)
     points_B1 = _below(uniforms_B[:, None] * upto_BN[:, -1:], upto_BN[:, -1:])
-    # where nothing is finite the searches end behind the last
+    # where no value is finite the searches end behind the last one
     block_B1 = torch.searchsorted(upto_BN, points_B1, right=True).clamp(max=upto_BN.shape[1] - 1)
     inside_BI = blocks_BNI.gather(1, block_B1[..., None].expand(-1, 1, BLOCK))[:, 0].cumsum(1)
     before_B1 = functional.pad(upto_BN, (1, 0)).gather(1, block_B1)
@@ -89,7 +89,7 @@ def draw(logprobs_BV: Tensor, uniforms_B: Tensor, greedy_B: Tensor) -> Tensor:
 
 
 def _below(points: Tensor, total: Tensor) -> Tensor:
-    """The points, or what is just below the total where rounding put them at it or beyond."""
+    """The points, limited to just below the total, since rounding may put them at it or beyond."""
     return torch.minimum(points, total * (1 - torch.finfo(total.dtype).eps))  # nextafter may run on the host
 
 

@@ -1,1 +1,1 @@
-"""The engine that samples with vLLM."""
+"""Engine that samples with vLLM."""

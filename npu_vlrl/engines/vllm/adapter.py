@@ -1,4 +1,4 @@
-"""Adapters for vLLM: it keeps the model as it is, and reads what is trained from a folder as peft writes it."""
+"""Adapters for vLLM, which leaves the model unchanged and reads the trained adapter from a folder in peft's layout."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 from npu_vlrl.model.policy import Policy
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM makes room for."""
+"""Ranks for which vLLM can allocate adapters."""
 
 NAME = "default"
-"""Of a policy's adapter."""
+"""Name of a policy's adapter in peft."""
 
 
 class AdapterFolder:
-    """The newest adapter that vLLM was given. Each has a number of its own, by which vLLM tells it from the last."""
+    """Folder with the newest adapter. Each adapter has a new number, by which vLLM distinguishes it from the last."""
 
     def __init__(self, policy: Policy) -> None:
-        """Raises ValueError for a rank that vLLM has no room for."""
+        """Makes the folder. Raises ValueError for a rank above vLLM's limit."""
         settings: Any = policy.model.peft_config[NAME]
         self.room = next((rank for rank in RANKS if rank >= settings.r), None)
         if self.room is None:
@@ -36,12 +36,12 @@ class AdapterFolder:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `vllm.LLM`."""
+        """Options of `vllm.LLM` for the adapter."""
         return {"enable_lora": True, "max_lora_rank": self.room, "max_loras": 1}
 
     def renewed(self, tensors: Iterable[tuple[str, Tensor]]) -> Any:
-        """The request that makes vLLM read the adapter with these tensors in it, which have their names in the policy.
-        Those that are not among them stay as they were; the first time there are all.
+        """Writes an adapter with these tensors, by their names in the policy; returns the request by which vLLM reads
+        it. Tensors that are not given stay unchanged; the first call gives all.
         """
         for name, tensor in tensors:
             self._held[name.replace(f".{NAME}.", ".")] = tensor.detach().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""Buckets of weights that other processes of the machine can open, so that nothing but their names is sent."""
+"""Buckets of weights in shared memory: other processes of the machine open them by a handle, without a copy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.multiprocessing import reductions
 from npu_vlrl.hardware import PLATFORMS
 
 Handle = tuple[Any, ...]
-"""Names a bucket; a few numbers and words."""
+"""Handle of a bucket: a few numbers and strings by which another process opens it."""
 
 DEVICE_ARGUMENT = 6
-"""Where the device's number stands among what torch needs to open memory of a device."""
+"""Index of the device's number among the arguments by which torch opens memory of a device."""
 
 
 def shared_bucket(size: int, device: torch.device) -> Tensor:
-    """A bucket, uint8 [size], that can be opened while it exists."""
+    """Allocates a bucket, uint8 [size], that other processes can open while it exists."""
     if device.type != "cpu":
         with PLATFORMS[device.type]().shareable():
             return torch.empty(size, dtype=torch.uint8, device=device)
-    descriptor = os.memfd_create("npu_vlrl")  # memory without a name: nothing is left behind, however this ends
+    descriptor = os.memfd_create("npu_vlrl")  # anonymous memory: a crash leaves nothing behind
     os.truncate(descriptor, size)
     name = f"/proc/{os.getpid()}/fd/{descriptor}"
     bucket = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
@@ -33,8 +33,8 @@ def shared_bucket(size: int, device: torch.device) -> Tensor:
 
 
 def handle_of(bucket: Tensor) -> Handle:
-    """The handle of a bucket. It names what was written to the bucket so far: this waits for the device,
-    since the streams of another process do not.
+    """The handle of a bucket. It waits until the device has finished all writes to the bucket, since the streams of
+    another process do not wait for them.
     """
     settled(bucket.device)
     if bucket.device.type == "cpu":
@@ -44,12 +44,12 @@ def handle_of(bucket: Tensor) -> Handle:
 
 
 def settled(device: torch.device) -> None:
-    """Returns when the device has done all that this process gave it. It is the process's current one."""
+    """Waits until the device, which is current in this process, has finished all launched work."""
     PLATFORMS[device.type]().synchronize()
 
 
 def opened(handle: Handle) -> Tensor:
-    """The bucket of another process, whose device is the first that this process sees."""
+    """Opens the bucket of another process; its device is the first one that this process sees."""
     if isinstance(handle[0], str):
         name, size = handle
         return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)

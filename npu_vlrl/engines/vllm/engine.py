@@ -1,12 +1,12 @@
-"""The engine that samples with vLLM: tokens in, tokens out.
+"""Engine that samples with vLLM: tokens in, tokens out.
 
-vLLM has weights of its own. After an update those that are trained are copied into them in place, and what vLLM keeps
-of the old ones is dropped: keys and values of prompts, and features of pictures. In the learner's process they are
-copied from the learner's; in an engine process they arrive in buckets, see `sync/weights.py`. There vLLM runs in worker
-processes of its own, which open the buckets by name (`engines/vllm/buckets.py`). An adapter is no part of the weights:
-vLLM computes it beside them, as the learner does, and reads each new one from a folder (`engines/vllm/adapter.py`).
+vLLM has weights of its own. After an update the trained weights are copied into them in place, and vLLM's caches of the
+old ones are dropped: the KV cache of prompts, and features of images. In the learner's process they are copied from the
+learner's; in an engine process they arrive in buckets, see `sync/weights.py`. There vLLM runs in worker processes of
+its own, which open the buckets by handles (`engines/vllm/buckets.py`). An adapter is not part of the weights: vLLM
+computes it beside them, as the learner does, and reads each new one from a folder (`engines/vllm/adapter.py`).
 
-What it reads is in `engines/vllm/prompt.py`. That a prompt comes back as it was is checked.
+`engines/vllm/prompt.py` makes the inputs. The prompt ids that vLLM reports are compared with those of the request.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from npu_vlrl.engines.base import EngineError, Outcome, Request
 from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.engines.vllm.adapter import AdapterFolder
 from npu_vlrl.engines.vllm.buckets import handle_of, shared_bucket
-from npu_vlrl.engines.vllm.prompt import collapsed, picture, size_limits
+from npu_vlrl.engines.vllm.prompt import collapsed, resized_image, size_limits
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.sync.buckets import WeightTarget, handed_over
+from npu_vlrl.sync.buckets import WeightTarget, staged
 from npu_vlrl.sync.plan import Fact, Plan, make_plan
 from npu_vlrl.types import Generation, SamplingParams, StopReason
 
 NEVER = -1e9
-"""Added to the logits of forbidden ids: their probability is then exactly zero."""
+"""Bias of the logits of forbidden ids, with which their probability is exactly zero."""
 
 TEMPERATURES = 0.01, 2.0
-"""Between these, and at 0, vLLM samples as it is told: it refuses hotter ones, and warms colder ones unasked."""
+"""Range of temperatures that vLLM applies exactly, beside 0: it refuses higher ones, and silently raises lower ones."""
 
 CPU_TURNS = 32
-"""Turns that vLLM decodes together on a CPU. It is given room for all of them whole, since it cannot seed there what it
-reads in parts: `CPU Generator does not use offset`."""
+"""Turns that vLLM decodes together on a CPU. They must fit without chunked prefill, for which vLLM cannot seed there:
+`CPU Generator does not use offset`."""
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process; its workers may have others
@@ -60,18 +60,18 @@ ENVIRONMENT = {
 
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""What torchrun says to the processes that it starts, and they to theirs."""
+"""Variable of torchrun's rendezvous store, which child processes inherit."""
 
 WORK_BYTES = 2**32
-"""What vLLM may take beside weights and cache: activations, recorded steps, the library itself."""
+"""Memory in bytes for vLLM beside weights and cache: activations, captured graphs, the library itself."""
 
 LOGPROBS = "processed_logprobs"
-"""Of the distribution that is drawn from: after temperature, limits and the bias of forbidden ids."""
+"""Mode in which vLLM's logprobs are those of the sampled distribution: after temperature, filters and the bias."""
 
 WORKER_EXTENSION = "npu_vlrl.engines.vllm.worker.WeightTaker"
 
 BUCKET_BYTES = 2**28
-"""What the learner's weights are copied to workers through, where both are on one machine."""
+"""Size of the buckets through which the learner's weights are copied to workers in the same machine."""
 
 
 class VllmEngine(LocalEngine):
@@ -86,7 +86,7 @@ class VllmEngine(LocalEngine):
         device: torch.device,
         context_tokens: int,
         cache_bytes: int,
-        record: bool,
+        capture: bool,
         seed: int,
         workers: int = 0,
         sleeps: bool = False,
@@ -94,11 +94,11 @@ class VllmEngine(LocalEngine):
     ) -> None:
         """`policy` is the learner's, read from `folder`, or on the device `meta` where another process has the weights.
 
-        `device` is this process's. `cache_bytes` are taken for keys and values. `record` compiles and records the steps
-        of decoding, where the device can. `workers` is over how many processes vLLM splits the model; 0 keeps it in
-        this one. `sleeps` lets it give its memory back in `sleep`. `device_bytes` is all memory of one device, None
-        where vLLM needs no share of it.
-        Raises ConfigError where vLLM is not installed, and what vLLM raises for what it cannot do.
+        `device` is this process's. `cache_bytes` is the size of the KV cache. With `capture` vLLM compiles and captures
+        decode steps, where the device can. `workers` is the number of processes over which vLLM splits the model; 0
+        keeps it in this one. `sleeps` lets it release memory in `sleep`. `device_bytes` is all memory of one device,
+        None where vLLM needs no share of it.
+        Raises ConfigError where vLLM is not installed, and the errors of vLLM for unsupported settings.
         """
         super().__init__()
         self.policy = policy
@@ -112,7 +112,7 @@ class VllmEngine(LocalEngine):
         self._ids = itertools.count()
         self._adapter = AdapterFolder(policy) if policy.has_adapter else None
         self._lora: Any = None
-        """The request for the newest adapter. One that was never trained changes nothing, so none need be there."""
+        """Request for the newest adapter; None before the first one, since an untrained adapter changes nothing."""
         self._vllm = import_vllm()
         if workers:  # they meet at a store of their own, and torch would look for it in torchrun's
             os.environ.pop(AGENT_STORE, None)
@@ -132,7 +132,7 @@ class VllmEngine(LocalEngine):
             seed=seed,
             max_model_len=context_tokens,
             kv_cache_memory_bytes=cache_bytes,
-            enforce_eager=not record,
+            enforce_eager=not capture,
             logprobs_mode=LOGPROBS,
             worker_extension_cls=WORKER_EXTENSION,
             generation_config="vllm",  # not the folder's, whose settings are not ours
@@ -142,18 +142,19 @@ class VllmEngine(LocalEngine):
         self._llm.collective_rpc("set_logprobs_mode", args=(LOGPROBS,))
 
     def _share(self, cache_bytes: int, device_bytes: int) -> float:
-        """Of a device's memory. vLLM begins only where it is free; vllm-ascend takes what is left of it as cache."""
+        """Share of a device's memory that vLLM needs. vLLM starts only where it is free; vllm-ascend uses the rest of
+        it as cache."""
         weights: int = sum(tensor.numel() * tensor.element_size() for tensor in self.policy.model.parameters())
         return min(1.0, (cache_bytes + weights / max(self._workers, 1) + WORK_BYTES) / device_bytes)
 
     def sample(self, requests: Sequence[Request]) -> list[Outcome]:
-        """Raises EngineError when vLLM fails, or reads a prompt in another way than the learner."""
+        """Samples a round. Raises EngineError when vLLM fails, or reads a prompt differently from the learner."""
         outcomes: dict[int, Outcome] = {}
-        pictures: dict[str, PIL.Image.Image] = {}
+        resized: dict[str, PIL.Image.Image] = {}
         prompts, params, asked = [], [], []
         for number, request in enumerate(requests):
             try:
-                param, prompt = self._params(request), self._prompt(request, pictures)
+                param, prompt = self._params(request), self._prompt(request, resized)
             except ValueError as error:
                 outcomes[number] = error
                 continue
@@ -165,9 +166,9 @@ class VllmEngine(LocalEngine):
         return [outcomes[number] for number in range(len(requests))]
 
     def weights_changed(self, version: int) -> dict[str, float]:
-        """Brings the learner's weights where it is in this process, and drops what was computed with the old ones."""
+        """Copies the weights of a learner in this process, and drops all caches of the old weights."""
         began = time.monotonic()
-        self._wake("weights")  # what is written to weights that sleep is lost, or a fault of the device
+        self._wake("weights")  # writes to sleeping weights are lost, or crash the device
         moved = 0 if self.policy.device.type == "meta" else self._copy_trained()
         self._wake("kv_cache")  # last, since loading takes memory too
         self._asleep = False
@@ -179,7 +180,7 @@ class VllmEngine(LocalEngine):
 
     def sleep(self) -> None:
         if self._sleeps and not self._asleep:
-            self._llm.sleep(level=1)  # keeps the weights on the host: those that are frozen come from nowhere else
+            self._llm.sleep(level=1)  # keeps the weights on the host, since frozen ones are not sent again
             self._asleep = True
 
     def _wake(self, tag: str) -> None:
@@ -188,23 +189,23 @@ class VllmEngine(LocalEngine):
 
     def holder(self) -> WeightTarget:
         facts = [Fact.of(name, tensor) for name, tensor in self.policy.model.named_parameters()]
-        return handed_over(facts, lambda size: shared_bucket(size, self._device), self._take)
+        return staged(facts, lambda size: shared_bucket(size, self._device), self._take)
 
     def forget_features(self) -> None:
         self._forget_prompts()  # they were computed with the features
         self._llm.llm_engine.reset_encoder_cache()
 
     def forget_session(self, number: int) -> None:
-        """vLLM keeps prompts, not sessions, and drops those that were used longest ago."""
+        """Does nothing: vLLM caches prompts, not sessions, and evicts the least recently used ones."""
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Shuts vLLM down, which releases its memory."""
         self._llm.llm_engine.engine_core.shutdown()
         if self._adapter:
             self._adapter.close()
 
     def _take(self, plan: Plan, buckets: Sequence[Tensor]) -> None:
-        """The workers copy from the buckets, each its share, before this returns."""
+        """Lets the workers copy their shares from the buckets, and waits for them."""
         if self._adapter:
             self._renew(plan.tensors(buckets))
             return
@@ -217,7 +218,7 @@ class VllmEngine(LocalEngine):
         self._llm.llm_engine.add_lora(self._lora)  # now, not with the first prompt: the folder is written again
 
     def _copy_trained(self) -> int:
-        """From the learner of this process; returns the bytes."""
+        """Copies the trained weights of the learner in this process; returns their bytes."""
         trained = {name: parameter.detach() for name, parameter in self.policy.trainable().items()}
         if self._adapter:
             self._renew(trained.items())
@@ -233,7 +234,7 @@ class VllmEngine(LocalEngine):
         return sum(tensor.numel() * tensor.element_size() for tensor in trained.values())
 
     def _generate(self, prompts: list[dict[str, Any]], params: list[Any]) -> list[_Turn]:
-        """Turns by prompt. When `interrupted` says so they are as far as they got."""
+        """Samples a turn for each prompt. Once `interrupted()`, unfinished turns are returned as they are."""
         engine = self._llm.llm_engine
         turns = {str(next(self._ids)): _Turn() for _ in prompts}
         try:
@@ -244,7 +245,7 @@ class VllmEngine(LocalEngine):
                     turns[output.request_id].add(output)
             engine.abort_request([name for name, turn in turns.items() if turn.finish_reason is None])
         except Exception as error:
-            with suppress(Exception):  # vLLM may be beyond that, and what it failed of is the news
+            with suppress(Exception):  # vLLM may be unable to, and the first error is the reason
                 engine.abort_request(list(turns))
             raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
         return list(turns.values())
@@ -275,7 +276,7 @@ class VllmEngine(LocalEngine):
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
-    def _prompt(self, request: Request, pictures: dict[str, PIL.Image.Image]) -> dict[str, Any]:
+    def _prompt(self, request: Request, resized: dict[str, PIL.Image.Image]) -> dict[str, Any]:
         if len(request.token_ids) >= self.context_tokens:
             raise ValueError(
                 f"a context of {len(request.token_ids)} tokens leaves no room for a new one in {self.context_tokens}; "
@@ -287,9 +288,9 @@ class VllmEngine(LocalEngine):
                 raise ValueError("the model folder has no image processor, but a context has images; use a VL model")
             names = [image.image.hash for image in request.images]
             for name, image in zip(names, request.images, strict=True):
-                if name not in pictures:
-                    pictures[name] = picture(self.processor, image.image)
-            prompt["multi_modal_data"] = {"image": [pictures[name] for name in names]}
+                if name not in resized:
+                    resized[name] = resized_image(self.processor, image.image)
+            prompt["multi_modal_data"] = {"image": [resized[name] for name in names]}
             prompt["multi_modal_uuids"] = {"image": names}
         return prompt
 
@@ -299,7 +300,7 @@ class VllmEngine(LocalEngine):
             return Generation((), (), (), StopReason.INTERRUPTED)
         if read != request.token_ids:
             raise EngineError(
-                f"vLLM read a context of {len(request.token_ids)} tokens and {len(request.images)} pictures as one of "
+                f"vLLM read a context of {len(request.token_ids)} tokens and {len(request.images)} images as one of "
                 f"{len(read)} tokens: its image processor and ours differ; set rollout.engine=inprocess"
             )
         if not all(map(math.isfinite, turn.logprobs)):
@@ -314,10 +315,10 @@ class VllmEngine(LocalEngine):
 
 @dataclass
 class _Turn:
-    """What vLLM has said of a request so far."""
+    """Output of vLLM for a request so far."""
 
     prompt_ids: tuple[int, ...] | None = None
-    """As vLLM read them."""
+    """Ids of the prompt, as vLLM read them."""
     n_cached: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -347,7 +348,7 @@ def _reason(turn: _Turn, sampling: SamplingParams) -> StopReason:
 
 
 def import_vllm() -> Any:
-    """vLLM, made ready; it is in few environments. Raises ConfigError where it is not."""
+    """Imports vLLM with its environment variables set. Raises ConfigError where it is not installed."""
     os.environ.update(ENVIRONMENT)
     try:
         vllm: Any = importlib.import_module("vllm")

@@ -1,4 +1,4 @@
-"""`rollout.engine=vllm`."""
+"""Kind of the engine that `rollout.engine=vllm` chooses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Vllm(EngineKind):
             device=platform.device(device),
             context_tokens=config.workflow.context_tokens,
             cache_bytes=config.rollout.cache_mib * 2**20,
-            record=config.rollout.graphs and platform.graph_capture() is not None,
+            capture=config.rollout.graphs and platform.graph_capture() is not None,
             seed=config.train.seed,
             workers=workers,
             sleeps=config.rollout.sleep,
@@ -65,7 +65,7 @@ class Vllm(EngineKind):
 
 
 def _workers(placement: Placement, tensor_parallel: int) -> int:
-    """See `VllmEngine`. Where learners have process groups already, vLLM's worker is a process of its own."""
+    """Number of workers, see `VllmEngine`. Beside a learner with process groups, the worker must be another process."""
     match placement:
         case Placement.ONLY:
             return tensor_parallel if tensor_parallel > 1 else 0

@@ -1,5 +1,5 @@
-"""What vLLM is sent: each picture as one placeholder, which vLLM expands again, and at the size that it is cut into
-patches at, so vLLM has nothing to resize: other libraries round other pixels.
+"""Inputs of vLLM: each image is one placeholder, which vLLM expands again, and has the size at which it is cut into
+patches, so that vLLM does not resize it: other libraries round pixels differently.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from npu_vlrl.types import Image
 
 
 def collapsed(request: Request, placeholder: int | None) -> list[int]:
-    """The ids with one placeholder for each picture.
+    """The ids with one placeholder for each image.
 
-    Raises ValueError when the placeholders do not stand together as the pictures expand.
+    Raises ValueError when the runs of placeholders are not those to which the images expand.
     """
     ids, images, at = [], iter(request.images), 0
     while at < len(request.token_ids):
@@ -26,26 +26,26 @@ def collapsed(request: Request, placeholder: int | None) -> list[int]:
             image = next(images, None)
             size = image.n_tokens if image is not None else 0
             if not size or request.token_ids[at : at + size] != (placeholder,) * size:
-                raise ValueError(f"the placeholders at token {at} of the context are not those of its next picture")
+                raise ValueError(f"the placeholders at token {at} of the context are not those of its next image")
         at += size
     if next(images, None) is not None:
-        raise ValueError("the context has more pictures than runs of placeholders")
+        raise ValueError("the context has more images than runs of placeholders")
     return ids
 
 
 def size_limits(processor: ImageProcessor) -> dict[str, int]:
-    """Areas between which vLLM leaves a picture as it is: all that `picture` returns."""
+    """Limits of the areas that vLLM does not resize; they include all results of `resized_image`."""
     block = processor.patch_size * processor.merge_size
-    narrow = MAX_ASPECT * block**2  # a picture one block wide is not shortened to max_pixels
+    narrow = MAX_ASPECT * block**2  # an image one block wide is not shortened to max_pixels
     return {"shortest_edge": processor.min_pixels, "longest_edge": max(processor.max_pixels, narrow)}
 
 
-def picture(processor: ImageProcessor, image: Image) -> PIL.Image.Image:
-    """The picture at the size that it is cut into patches at. Raises ValueError for one that vLLM takes at no size."""
+def resized_image(processor: ImageProcessor, image: Image) -> PIL.Image.Image:
+    """The image at the size at which it is cut into patches. Raises ValueError for one that vLLM takes at no size."""
     rgb = processor.resized(image)
     height, width = rgb.shape[:2]
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise ValueError(
-            f"vLLM takes no picture whose sides are as {max(height, width) // min(height, width)} to 1; crop it"
+            f"vLLM takes no image whose sides are as {max(height, width) // min(height, width)} to 1; crop it"
         )
     return PIL.Image.fromarray(rgb)

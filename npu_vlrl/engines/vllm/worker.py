@@ -1,8 +1,7 @@
-"""What runs inside vLLM's workers: they take new weights from memory that they share with the engine's process, and say
-the log-probabilities that are asked for.
+"""Extension of vLLM's workers: new weights from memory shared with the engine's process, and the mode of the logprobs.
 
-vLLM's workers import this module by name before they make a model, and so does the engine where it is the worker: on a
-CPU, vLLM's products run on copies of the weights that no update reaches, and importing this turns that off.
+vLLM's workers import this module by name before they make a model, and so does the engine where it is the worker. On a
+CPU, vLLM's products run on copies of the weights that no update reaches; the import turns that off.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ with suppress(ModuleNotFoundError):  # there are no workers where vLLM is not in
 
 
 class WeightTaker:
-    """What vLLM adds to its class of workers, whatever the device."""
+    """Methods that vLLM adds to its class of workers, on every device."""
 
     model_runner: Any
 
     def set_logprobs_mode(self, mode: str) -> None:
-        """vllm-ascend makes a sampler of its own, with vLLM's default, whatever mode it was given."""
+        """Sets the mode of the logprobs: vllm-ascend's own sampler ignores the option and uses vLLM's default."""
         sampler = self.model_runner.sampler
         filters = getattr(sampler, "topk_topp_sampler", sampler)  # it computes them, where there is one
         for part in (sampler, filters):
@@ -42,4 +41,4 @@ class WeightTaker:
         plan = Plan(tuple(of_buckets), tuple(map(len, buckets)))
         self.model_runner.get_model().load_weights(plan.tensors(buckets))
         for device in {bucket.device for bucket in buckets}:
-            settled(device)  # then the buckets may be written again
+            settled(device)  # the buckets may be written again after this

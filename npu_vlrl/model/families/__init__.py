@@ -1,4 +1,4 @@
-"""Families of models, each in a file of its own that states its facts. Adding a file adds a family."""
+"""Families of models, each in a file of its own that states its facts. A new file adds a family."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _found() -> dict[str, Family]:
 
 
 FAMILIES: dict[str, Family] = _found()
-"""By the `model_type` of config.json."""
+"""Families by the `model_type` of config.json."""
 
 
 def family_of_path(path: str) -> Family | None:
-    """The family that `model.path` names; None where it names none, which loading it will explain."""
+    """The family of the model at `model.path`; None where there is none, for which loading raises the reason."""
     if path.startswith(TINY):
         return FAMILIES.get(path.removeprefix(TINY))
     try:

@@ -1,4 +1,4 @@
-"""The facts that a family of models states: all that the rest of the project does not know about it.
+"""The facts that a family of models states; nothing else in the project depends on the family.
 
 Loading, policy, sharding, FLOPs, estimates, rendering, tools and exports ask a `Family`. Facts are names and numbers,
 so this room needs neither torch nor transformers. The defaults are those of a text-only model that speaks ChatML, and
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Grid = tuple[int, int, int]
-"""Patches of a picture: time, or the number of tiles; rows; columns."""
+"""Patches of an image: time, or the number of tiles; rows; columns."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class ChatFormat:
     """
 
     title: str = "Qwen"
-    """Whose models have these tokens; for messages."""
+    """Name of the models with these tokens, for messages."""
     end_of_turn: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>")
-    """Sampled, they end a turn. The first one must be there, and scripted turns end by it."""
+    """Tokens that end a turn when sampled. The tokenizer must have the first one, and scripted turns end with it."""
     closing: str = "<|im_end|>"
     """The text that the chat template writes behind each turn."""
     spoken_ends: frozenset[str] = frozenset()
     """The ends of a turn that belong to the answer, such as `</answer>`."""
     image: str = "<|image_pad|>"
-    """Placeholder of a token of a picture; the template writes one a picture."""
+    """Placeholder of an image token; the template writes one for each image."""
     video: str = "<|video_pad|>"
     image_start: str = "<|vision_start|>"
     image_end: str = "<|vision_end|>"
     frames_images: bool = False
-    """`image_start` and `image_end` are written with the placeholders, instead of by the template."""
+    """Whether `image_start` and `image_end` are written with the placeholders, instead of by the template."""
     tool_calls: str = "hermes"
     """The form of a tool call: a key of `workflow.tools.forms.FORMS`."""
 
@@ -57,7 +57,7 @@ class TowerShape:
     inner: int
     """Width inside the MLP of a block."""
     full: int
-    """Blocks in which a patch sees the whole picture; in the others it sees a window."""
+    """Number of blocks in which a patch sees the whole image; in the others it sees a window."""
     merge: int
     """Patches of a token along each side."""
     window: int = 0
@@ -67,7 +67,7 @@ class TowerShape:
     deep: int = 0
     """Features of a token beside the one that replaces its placeholder."""
     smallest: Grid = (1, 1, 1)
-    """The smallest picture that the tower takes."""
+    """The smallest image that the tower takes."""
 
 
 @dataclass(frozen=True)
@@ -75,29 +75,30 @@ class VisionFacts:
     """Facts about the vision of a family. Names of modules are relative to the model with its head."""
 
     roots: tuple[str, ...] = ("model.visual",)
-    """The tower, and its projector where that is outside of it: all that `model.freeze_vision` freezes."""
+    """Modules that `model.freeze_vision` freezes: the tower, and its projector where that is outside of it."""
     blocks: str = "model.visual.blocks"
     patches: str = "model.visual.patch_embed.proj"
     """The convolution whose kernel is a patch."""
     mergers: tuple[str, ...] = ("model.visual.merger",)
     """Modules between blocks and language model; their matrices meet each token once."""
     gated: bool = True
-    """MLPs of blocks are gated and norms have no mean; otherwise there are two products and LayerNorms."""
+    """Whether MLPs of blocks are gated and norms are RMSNorms; otherwise MLPs have two products, and norms are
+    LayerNorms."""
     token_side: int = 28
     """Pixels along the side of a token, in published models."""
     position_scale: int | None = None
-    """The number that stands for the right and the lower border of any image; None: pixels of the resized picture."""
+    """Coordinate of the right and the lower border of any image; None: coordinates are pixels of the resized image."""
     positions: str = "grid"
-    """`grid`: tokens of a picture have rotary positions by time, row and column (M-RoPE, arXiv 2409.12191, section
-    2.1); `line`: they are counted like text."""
+    """Rotary positions of image tokens. `grid`: by time, row and column (M-RoPE, arXiv 2409.12191, section 2.1);
+    `line`: counted like text."""
     image_processors: tuple[str, ...] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
-    """transformers' classes, without the name of a backend, that a folder of the family may name."""
+    """Classes of transformers, without the name of a backend, that a folder of the family may name."""
     fast_images: bool = False
-    """`data.processor` computes the same bits as these classes, and takes their place. Otherwise they are asked, with
-    Pillow's backend.
+    """Whether `data.processor` computes the same bits as these classes, and replaces them. Otherwise they are called,
+    with Pillow's backend.
     """
     image_options: Mapping[str, Any] = field(default_factory=dict)
-    """More options of their call."""
+    """Further options of the call of the image processor."""
     tower_keys: Mapping[str, str] = field(
         default_factory=lambda: {
             "patch_size": "patch_size",
@@ -107,7 +108,7 @@ class VisionFacts:
     )
     """Settings of the image processor, with the keys of `vision_config` that must have the same value."""
     width_key: str | None = "out_hidden_size"
-    """The key of `vision_config` that must be the hidden width of the language model."""
+    """Key of `vision_config` whose value must be the hidden width of the language model."""
     token_ids: Mapping[str, str] = field(
         default_factory=lambda: {
             "image_token_id": "image",
@@ -136,25 +137,25 @@ class MixtureFacts:
 
 
 class Family:
-    """One family. A file of this room states it, as `FAMILY`; see `docs/models.md`."""
+    """One family of models. A file of this room defines it, as `FAMILY`; see `docs/models.md`."""
 
     title: str
-    """As people call it, e.g. `Qwen2.5-VL`."""
+    """Name for messages, e.g. `Qwen2.5-VL`."""
     model_type: str
-    """transformers' name for it, which config.json holds."""
+    """Name of the family in transformers and in config.json."""
     model_class: str
-    """transformers' class of the model with its head."""
+    """Name of transformers' class of the model with its head."""
     chat: ChatFormat = CHATML
     vision: VisionFacts | None = None
-    """None for a text-only model."""
+    """Facts about vision; None for a text-only model."""
     mixture: MixtureFacts | None = None
-    """None where every layer is dense."""
+    """Facts about experts; None where every layer is dense."""
     text: str = "model"
     """The language model without its head, as a module of the model with its head; it has `layers`."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Layers of the language model that get an adapter where the configuration names none."""
     unlike: frozenset[str] = frozenset()
-    """Names of transformers' classes and functions that look like what a kernel replaces, and compute otherwise."""
+    """Names of transformers' classes and functions that resemble those that kernels replace, but compute otherwise."""
 
     vllm: bool = False
     """Whether sampling with vLLM was compared with the learner."""
@@ -164,11 +165,11 @@ class Family:
     """Whether Megatron-core's names of its weights are known."""
 
     def problem(self, settings: Any) -> str | None:
-        """Why a model of the family with this configuration is not supported."""
+        """Reason for which a model with this configuration is not supported, or None."""
         return None
 
     def tower_shape(self, settings: Any) -> TowerShape:
-        """By the `vision_config` of a model."""
+        """Sizes of the tower with the `vision_config` of a model."""
         return TowerShape(
             settings.hidden_size,
             settings.num_heads,
@@ -179,11 +180,11 @@ class Family:
         )
 
     def tower_inputs(self, patches_PD: Tensor, grids_N3: Tensor) -> dict[str, Any]:
-        """Arguments of transformers' `get_image_features` for the patches of several pictures, one after the other."""
+        """Arguments of transformers' `get_image_features` for the patches of several images, one after the other."""
         return {"pixel_values": patches_PD, "image_grid_thw": grids_N3}
 
     def image_sizes(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of `ImageProcessor`, where transformers' processor is asked, by preprocessor_config.json and
+        """Fields of `ImageProcessor`, where transformers' processor is called, from preprocessor_config.json and
         config.json.
         """
         size = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels")}
@@ -195,13 +196,13 @@ class Family:
         }
 
     def image_limits(self, min_pixels: int, max_pixels: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of transformers' processor for a picture of at least and at most so many pixels. `settings`:
+        """Options of transformers' processor for an image of at least and at most so many pixels. `settings`:
         preprocessor_config.json.
         """
         return {"size": {"shortest_edge": min_pixels, "longest_edge": max_pixels}}
 
     def read_pixels(self, output: Mapping[str, Any], patch_size: int) -> tuple[Tensor, Grid]:
-        """The patches [P, D] and the grid of one picture, from what transformers' image processor gives for it."""
+        """The patches [P, D] and the grid of one image, from the output of transformers' image processor."""
         time, rows, columns = output["image_grid_thw"][0].tolist()
         return output["pixel_values"], (time, rows, columns)
 
@@ -230,12 +231,12 @@ class Family:
     # --- a model of random weights, for tests and first runs ---
 
     tiny_special: tuple[str, ...]
-    """Special tokens of its tokenizer; the first one pads."""
+    """Special tokens of the tiny model's tokenizer; the first one pads."""
     tiny_template: str
-    """Its chat template."""
+    """Chat template of the tiny model."""
 
     def tiny_config(self, ids: Mapping[str, int], rows: int, hidden: int, layers: int) -> dict[str, Any]:
-        """Arguments of transformers' configuration class. `ids`: of the tokenizer; `rows`: of the embedding."""
+        """Arguments of transformers' configuration class. `ids` are the tokenizer's, `rows` those of the embedding."""
         raise NotImplementedError
 
     def tiny_ids(self, ids: Mapping[str, int]) -> dict[str, int]:
@@ -244,5 +245,5 @@ class Family:
         return {key: ids[getattr(self.chat, name)] for key, name in self.vision.token_ids.items()}
 
     def tiny_images(self) -> dict[str, Any] | None:
-        """preprocessor_config.json; None for a text-only model."""
+        """Content of preprocessor_config.json; None for a text-only model."""
         return None

@@ -15,7 +15,7 @@ from npu_vlrl.model.families.base import ChatFormat, Family, TowerShape, VisionF
 from npu_vlrl.model.families.tiny import CLIP, images_of, text_settings, vision_settings
 
 FRAMES = 2
-"""An image is read as so many equal frames, and limits of its size count the pixels of all of them."""
+"""Number of equal frames as which an image is read; limits of its size count the pixels of all frames."""
 
 TEMPLATE = """\
 [gMASK]<sop>

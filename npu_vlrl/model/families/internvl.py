@@ -1,8 +1,8 @@
 """InternVL 3 and 3.5, in transformers' layout (their folders end with `-hf`).
 
-A picture is cut into tiles of one size, beside a small copy of the whole. Each tile is the same number of tokens, whose
-positions are counted like text. The tower and its projector stand beside each other. Control tokens are those of the
-published folders; their processor, not their template, writes `<img>` and `</img>` around the placeholders.
+An image is cut into tiles of one size, beside a thumbnail. Each tile is the same number of tokens, whose positions are
+counted like text. The tower and its projector are separate modules. Control tokens are those of the published folders;
+their processor, not their template, writes `<img>` and `</img>` around the placeholders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MERGE = 2
 """Patches of a token along each side."""
 TEXTS = ("qwen2", "qwen3")
-"""Model types of the language models that are known."""
+"""Model types of the supported language models."""
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 
 
@@ -88,7 +88,7 @@ class InternVL(Family):
         }
 
     def image_limits(self, min_pixels: int, max_pixels: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Limits are numbers of tiles, without the small copy of the whole."""
+        """Options of transformers' processor: limits are numbers of tiles, without the thumbnail."""
         tile = _tile_pixels(settings)
         return {"min_patches": max(1, min_pixels // tile), "max_patches": max(1, max_pixels // tile)}
 

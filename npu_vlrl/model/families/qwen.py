@@ -12,7 +12,7 @@ END, PAD = "<|im_end|>", "<|endoftext|>"
 
 
 class Qwen(Family):
-    """Text-only, where a family says nothing else."""
+    """Base of the Qwen families; text-only by default."""
 
     vllm = True
     megatron = True
@@ -36,7 +36,7 @@ class Qwen(Family):
 
 
 class QwenVision(Qwen):
-    """With a tower."""
+    """Base of the Qwen families with a vision tower."""
 
     text = "model.language_model"
     published = (("visual.", "model.visual."), ("model.", "model.language_model."))

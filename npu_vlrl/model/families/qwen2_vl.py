@@ -1,4 +1,4 @@
-"""Qwen2-VL: every block of its tower sees the whole picture, and it writes positions from 0 to 1000."""
+"""Qwen2-VL: every block of its tower sees the whole image, and it writes positions from 0 to 1000."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ CHATML_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
 """
-"""A chat template, with `IMAGE` where a family writes a picture."""
+"""A chat template, with `IMAGE` where a family writes an image."""
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def text_settings(end: int, pad: int, rows: int, hidden: int, layers: int, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """A language model with four heads; `end` and `pad` are ids, `rows` those of the embedding."""
+    """Settings of a language model with four heads; `end` and `pad` are ids, `rows` those of the embedding."""
     return {
         "vocab_size": rows,
         "hidden_size": hidden,
@@ -45,7 +45,7 @@ def text_settings(end: int, pad: int, rows: int, hidden: int, layers: int, rope:
 
 
 def vision_settings(hidden: int) -> dict[str, Any]:
-    """A tower of two blocks with four heads."""
+    """Settings of a tower of two blocks with four heads."""
     return {
         "depth": 2,
         "hidden_size": hidden,
@@ -58,7 +58,7 @@ def vision_settings(hidden: int) -> dict[str, Any]:
 
 
 def images_of(kind: str, side: int, levels: Mapping[str, Any]) -> dict[str, Any]:
-    """preprocessor_config.json of a processor that cuts pictures into tokens of `side` pixels, up to 64 of them."""
+    """Content of preprocessor_config.json for a processor that cuts images into up to 64 tokens of `side` pixels."""
     return {
         "image_processor_type": kind,
         "patch_size": side // 2,

@@ -1,7 +1,7 @@
-"""What Ray runs on a machine for each process of a run: it starts the process as its child, hears it and ends it.
+"""Ray actor on a machine for each process of a run: it starts the process as its child, reads its output and ends it.
 
-A child keeps crashes, signals and memory apart from Ray's worker, and its exit code is known. Only the standard library
-is imported, so that the worker stays small, and only strings and numbers come and go.
+A child isolates crashes, signals and memory from Ray's worker, and its exit code is known. Only the standard library is
+imported, so that the worker stays small, and arguments and results are strings and numbers.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import IO
 
 CHUNK = 2**16
 WAITING_CHUNKS = 256
-"""What the driver has not fetched yet; then the child waits when it says more."""
+"""Largest number of chunks of output that the driver has not fetched; beyond it the child blocks."""
 LAST_WORDS_S = 2.0
-"""After a child's end; its own children may hold its output open for longer."""
+"""Seconds to wait for output after a child's end; its own children may hold its output open for longer."""
 
-Said = tuple[int, bytes]
-"""1 for standard output, 2 for standard error."""
+Chunk = tuple[int, bytes]
+"""Chunk of output, after 1 for standard output or 2 for standard error."""
 
 
-class Placed:
-    """Ray calls `listen` in one thread and the rest in another."""
+class ProcessActor:
+    """Actor that runs one process. Ray calls `listen` in one thread and the other methods in another."""
 
     def __init__(self) -> None:
-        self._said: queue.Queue[Said | int] = queue.Queue(WAITING_CHUNKS)
+        self._output: queue.Queue[Chunk | int] = queue.Queue(WAITING_CHUNKS)
         self._child: subprocess.Popen[bytes] | None = None
 
     def devices(self, variable: str) -> str:
-        """Those that Ray's worker was given. Their numbers ascend, as some platforms demand; Ray's are in no order."""
+        """Devices of Ray's worker, separated by commas; sorted, as some platforms need and Ray does not."""
         devices = os.environ.get(variable, "").split(",")
         return ",".join(sorted(devices, key=int) if all(map(str.isdecimal, devices)) else devices)
 
@@ -48,7 +48,7 @@ class Placed:
             return port
 
     def write_mark(self, mark: str) -> str | None:
-        """Makes a file that the other machines should see. Returns why it cannot."""
+        """Makes a file that the other machines should see. Returns the reason for which it cannot, or None."""
         try:
             Path(mark).parent.mkdir(parents=True, exist_ok=True)
             Path(mark).touch()
@@ -65,7 +65,7 @@ class Placed:
     def start(self, command: str, config: str, folder: str, variables: Mapping[str, str]) -> str | None:
         """Starts `npu_vlrl COMMAND` in `folder` with `config` (YAML) and, besides this worker's, `variables`.
 
-        Returns why it cannot.
+        Returns the reason for which it cannot, or None.
         """
         if not Path(folder).is_dir():
             return f"{folder}, where the run was started, is not there; all machines need the same folders"
@@ -96,19 +96,19 @@ class Placed:
         threading.Thread(target=self._wait, args=(child, readers, scratch), daemon=True).start()
         return None
 
-    def listen(self) -> tuple[list[Said], int | None]:
-        """Waits until the child says something or ends; what it has said, and its exit code (-n: by signal n)."""
-        said: list[Said] = []
+    def listen(self) -> tuple[list[Chunk], int | None]:
+        """Waits until the child writes or ends; returns its output, and its exit code (-n for signal n) or None."""
+        output: list[Chunk] = []
         while True:
-            one = self._said.get()
+            one = self._output.get()
             if isinstance(one, int):
-                return said, one
-            said.append(one)
-            if self._said.empty():
-                return said, None
+                return output, one
+            output.append(one)
+            if self._output.empty():
+                return output, None
 
     def send(self, number: int) -> None:
-        """A signal to the child while it lives; SIGKILL to its own children, too."""
+        """Sends a signal to the child while it lives; SIGKILL also to its own children."""
         if self._child is None:
             return
         try:
@@ -121,11 +121,11 @@ class Placed:
 
     def _read(self, number: int, pipe: IO[bytes]) -> None:
         while chunk := os.read(pipe.fileno(), CHUNK):
-            self._said.put((number, chunk))
+            self._output.put((number, chunk))
 
     def _wait(self, child: subprocess.Popen[bytes], readers: list[threading.Thread], scratch: Path) -> None:
         code = child.wait()
         for reader in readers:
             reader.join(LAST_WORDS_S)
         shutil.rmtree(scratch, ignore_errors=True)
-        self._said.put(code)
+        self._output.put(code)
