@@ -194,12 +194,20 @@ class Segment:
     """ACTION only: version of the weights that produced each id."""
     stop_reason: StopReason | None = None
     reward: float = 0.0
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """ACTION only, of a mixture of experts: see `Generation.routes`."""
 
     def __post_init__(self, special: SpecialTokens) -> None:
         if self.kind is SegmentKind.ACTION:
             self._check_action(special)
-        elif self.logprobs or self.weight_versions or self.stop_reason is not None or self.reward:
-            raise ValueError(f"a {self.kind} segment carries no logprobs, versions, stop reason or reward")
+        elif (
+            self.logprobs
+            or self.weight_versions
+            or self.stop_reason is not None
+            or self.reward
+            or self.routes is not None
+        ):
+            raise ValueError(f"a {self.kind} segment carries no logprobs, versions, stop reason, reward or routes")
         expected = sum(image.n_tokens for image in self.images)
         placeholders = special.placeholders
         found = sum(token in placeholders for token in self.token_ids)
@@ -219,6 +227,10 @@ class Segment:
             raise ValueError("an ACTION has a logprob that is not finite")
         if not math.isfinite(self.reward):
             raise ValueError(f"an ACTION has the reward {self.reward}, which is not finite")
+        if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) < len(self)):
+            raise ValueError(
+                f"an ACTION of {len(self)} ids has routes {list(self.routes.shape)}, not [tokens, layers, k]"
+            )
         if not special.placeholders.isdisjoint(self.token_ids):
             raise ValueError("an ACTION contains an image or video placeholder id; the sampler must suppress these")
 
@@ -249,6 +261,10 @@ class Generation:
     logprobs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     stop_reason: StopReason
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """int16 [tokens, L, k], of a mixture of experts: the k experts in each of L layers that the engine sent tokens to.
+    The last row is that of the last token but one, whose output the last one was drawn from; the first row is that of
+    the first token that no earlier turn of the session has a row of, or an earlier one."""
 
 
 class EngineSession(Protocol):
@@ -490,6 +506,22 @@ class Sample:
     def weight_versions(self) -> list[int]:
         """One value for each True in `loss_mask`, in order."""
         return [value for i in self.trained for value in self.segments[i].weight_versions]
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """int16 [T, L, k]: the experts that sampled; -1 where no engine said, as for the last token. None where no
+        segment has routes. A token that was computed twice has the experts of the first time, when it was sampled.
+        """
+        parts = [(i, segment.routes) for i, segment in enumerate(self.segments) if segment.routes is not None]
+        if not parts:
+            return None
+        ends = np.cumsum([len(segment) for segment in self.segments])
+        routes = np.full((len(self), *parts[0][1].shape[1:]), -1, np.int16)
+        for i, rows in reversed(parts):
+            start = ends[i] - 1 - len(rows)
+            assert start >= 0, f"sample {self.id}: segment {i} has routes of tokens that are not in the sample"
+            routes[start : ends[i] - 1] = rows
+        return routes
 
     @property
     def turn_advantages(self) -> list[float]:

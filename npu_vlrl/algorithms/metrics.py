@@ -59,7 +59,8 @@ def reduce_metrics(parts: Iterable[Metrics]) -> dict[str, float]:
 RESERVED = frozenset(
     [
         *("tokens", "pg_loss", "entropy", "gap", "gap_max", "anchor_kl", "kl", "skipped_updates", "grad_norm", "lr"),
-        *("correction_weight", "correction_capped", "correction_masked", "logprob_gap", "seconds", "rollout_seconds"),
+        *("correction_weight", "correction_capped", "correction_masked", "logprob_gap", "router_changed"),
+        *("seconds", "rollout_seconds"),
     ]
 )
 """Names of a step's metrics that no component may take for its own."""

@@ -259,6 +259,8 @@ class RolloutConfig(Section):
     between turns. What finds no room waits, or is computed again."""
     graphs: bool = True
     """Captures a decode step as a graph and replays it, where the device can: a launch takes longer than its work."""
+    router_replay: bool = True
+    """A mixture of experts learns through the experts that sampled, which the in-process engine records."""
     max_failed_share: Share = 0.5
     """Share of failed groups in a step, or of answers that could not be judged, above which the run ends."""
 

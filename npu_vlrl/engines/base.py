@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from npu_vlrl.types import Generation, ImageInput, SamplingParams, Segment, StopReason
 
 
@@ -108,7 +110,17 @@ def _joined(part: Generation, rest: Generation) -> Generation:
         part.logprobs + rest.logprobs,
         part.weight_versions + rest.weight_versions,
         rest.stop_reason,
+        _joined_routes(part, rest),
     )
+
+
+def _joined_routes(part: Generation, rest: Generation) -> np.ndarray | None:
+    """Routes of a joined turn: those of `part`, followed by those of the tokens that `rest` sampled. The routes of
+    `rest` may include its context, which it may have computed again.
+    """
+    if part.routes is None or rest.routes is None:
+        return part.routes if rest.routes is None else rest.routes
+    return np.concatenate([part.routes, rest.routes[len(rest.routes) - len(rest.token_ids) :]])
 
 
 class RoundEngine(ABC):

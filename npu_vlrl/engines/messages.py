@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -9,7 +10,7 @@ import msgspec
 import numpy as np
 
 from npu_vlrl.engines.base import EngineCounts, EngineError, Outcome, Request
-from npu_vlrl.network.images import CACHE_BYTES, FLOATS, INTEGERS, ImageReader, Images, ImageWriter, as_bytes
+from npu_vlrl.network.images import CACHE_BYTES, FLOATS, INTEGERS, ROUTES, ImageReader, Images, ImageWriter, as_bytes
 from npu_vlrl.network.messages import Message
 from npu_vlrl.types import Generation, ImageInput, SamplingParams, StopReason
 
@@ -70,6 +71,8 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
 
     n_tokens: int
     stop_reason: StopReason
+    routes_shape: tuple[int, int, int] | None
+    """Shape of `Generation.routes`; None without routes."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -94,6 +97,8 @@ class Answers(Message):
     """float64: log-probabilities of these tokens."""
     weight_versions: bytes
     """int64: weight versions of these tokens."""
+    routes: bytes
+    """int16: routes of each turn that has any, one after the other."""
     counts: EngineCounts
     """Counts of the engine so far."""
 
@@ -144,13 +149,15 @@ def pack_outcomes(outcomes: Sequence[Outcome], counts: EngineCounts) -> Answers:
         as_bytes([token for one in done for token in one.token_ids], INTEGERS),
         as_bytes([logprob for one in done for logprob in one.logprobs], FLOATS),
         as_bytes([version for one in done for version in one.weight_versions], INTEGERS),
+        b"".join(as_bytes(one.routes, ROUTES) for one in done if one.routes is not None),
         counts,
     )
 
 
 def _entry(outcome: Outcome) -> Generated | Refused | Broken:
     if isinstance(outcome, Generation):
-        return Generated(len(outcome.token_ids), outcome.stop_reason)
+        shape = None if outcome.routes is None else outcome.routes.shape
+        return Generated(len(outcome.token_ids), outcome.stop_reason, shape)  # type: ignore[arg-type]
     if isinstance(outcome, ValueError):
         return Refused(str(outcome))
     return Broken(f"{type(outcome).__name__}: {outcome}")
@@ -160,14 +167,20 @@ def unpack_outcomes(answers: Answers, engine: object) -> list[Outcome]:
     """Reads the outcomes of a round back. An error of the engine becomes an EngineError that names `engine`."""
     ids, versions = (np.frombuffer(part, INTEGERS).tolist() for part in (answers.token_ids, answers.weight_versions))
     logprobs = np.frombuffer(answers.logprobs, FLOATS).tolist()
+    all_routes = np.frombuffer(answers.routes, ROUTES)
     outcomes: list[Outcome] = []
-    start = 0
+    start = start_routes = 0
     for entry in answers.entries:
         match entry:
-            case Generated(n_tokens, stop_reason):
+            case Generated(n_tokens, stop_reason, shape):
                 own = slice(start, start + n_tokens)
-                start = own.stop
-                outcomes.append(Generation(tuple(ids[own]), tuple(logprobs[own]), tuple(versions[own]), stop_reason))
+                start, routes = own.stop, None
+                if shape is not None:
+                    routes = all_routes[start_routes : start_routes + math.prod(shape)].reshape(shape)
+                    start_routes += routes.size
+                outcomes.append(
+                    Generation(tuple(ids[own]), tuple(logprobs[own]), tuple(versions[own]), stop_reason, routes)
+                )
             case Refused(reason):
                 outcomes.append(ValueError(reason))
             case Broken(reason):

@@ -229,6 +229,15 @@ class MemoryModel:
         hidden: int = self._settings.hidden_size
         return hidden
 
+    @property
+    def _inner(self) -> int:
+        return self.policy.family.inner_width(self._settings)
+
+    @property
+    def _entering(self) -> int:
+        """Numbers of a token that enter the MLP of a layer: a copy of it for each of its experts."""
+        return self._hidden * (self.policy.routes_shape or (0, 1))[1]
+
     def saved_by_layer(self, one: Pass) -> float:
         """Bytes that a decoder layer leaves behind for its backward pass.
 
@@ -237,7 +246,7 @@ class MemoryModel:
         and keys keep what they were given. SwiGLU keeps both of its inputs, and the last product the result. An adapter
         keeps its narrow middle.
         """
-        hidden, inner, (_, key_heads, width) = self._hidden, self._settings.intermediate_size, self.policy.kv_shape
+        hidden, inner, (_, key_heads, width) = self._hidden, self._inner, self.policy.kv_shape
         heads: int = self._settings.num_attention_heads
         layer = self.policy.text.layers[0]
         elements: int = 4 * hidden + 2 * heads * width + 3 * inner
@@ -245,12 +254,25 @@ class MemoryModel:
             elements += (heads + key_heads) * width
         elements += sum(next(iter(module.r.values())) for module in layer.modules() if hasattr(module, "lora_A"))
         keys = 2 * key_heads * width * self._item
-        return one.tokens * (elements * self._item + 4 * heads) + one.path * keys
+        routing = 0.0 if self.policy.routes_shape is None else self._saved_by_routing(one.tokens)
+        return one.tokens * (elements * self._item + 4 * heads) + one.path * keys + routing
+
+    def _saved_by_routing(self, tokens: int) -> float:
+        """What a layer of experts keeps beside what a dense one of the same inner width does. By transformers' grouped
+        products: the gate's activation, and what each expert said of a token; trained experts keep their copies of the
+        tokens, and frozen ones not even what dense layers keep. The router keeps probabilities of all experts in
+        float32, and weights, order and numbers of the chosen ones.
+        """
+        parameter, share = min(self.policy.shares_met(), key=lambda met: met[1])
+        experts, chosen = parameter.shape[0], round(parameter.shape[0] * share)
+        elements = self._inner + self._entering
+        elements += self._entering if parameter.requires_grad else -self._inner - self._hidden
+        router = 4 * (experts + 1) + chosen * (4 + 4 * 8 + self._item)
+        return tokens * (elements * self._item + router) + 4 * experts
 
     def _layer_backward(self, one: Pass) -> float:
         """Gradients of a layer's activations. Those of SwiGLU's inputs and output are the largest."""
-        inner: int = self._settings.intermediate_size
-        return one.tokens * (3 * inner + 2 * self._hidden) * self._item
+        return one.tokens * (3 * self._inner + 2 * self._entering) * self._item
 
     def _head(self, one: Pass) -> _Part:
         """The last norm, and the scores of tokens, whose logits never exist at once."""
@@ -298,7 +320,7 @@ class MemoryModel:
         before, after = (min(self.plan.cache_bytes, n * self.kv_bytes) for n in (play.kept_before, play.kept))
         if self.plan.vllm:  # keeps them among those that it has
             before = after = 0
-        hidden, inner = self._hidden, self._settings.intermediate_size
+        hidden, inner = self._entering, self._inner
         reading = play.prefill * (3 * hidden + 3 * inner) * self._item
         seeing = 0.0
         if self.policy.vision is not None:

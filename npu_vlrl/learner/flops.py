@@ -2,8 +2,9 @@
 
 A multiply-add counts as two. Only matrix products and attention count, as is usual for utilisation (Chowdhery et al.
 2022, arXiv 2204.02311, appendix B): a product of n rows with a weight takes 2 · n · |weight| forward, as much again for
-the gradient of its input and as much for that of the weight, if it is trained. Attention takes 4 · width for each pair
-of a query and a visible key, and twice that backward. Recomputation by checkpointing does not count.
+the gradient of its input and as much for that of the weight, if it is trained. Only the chosen experts of a mixture
+count for a token. Attention takes 4 · width for each pair of a query and a visible key, and twice that backward.
+Recomputation by checkpointing does not count.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class ModelFlops:
         settings = policy.text.config
         heads = settings.num_attention_heads
         head_width = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-        self._layers = _Weights(policy.text.layers.parameters())
+        self._layers = _Weights(policy.shares_met())
         self._attention = len(policy.text.layers) * heads * head_width
-        self._head = _Weights([policy.base.lm_head.weight])
+        self._head = _Weights([(policy.base.lm_head.weight, 1.0)])
         self._tower = None if policy.vision is None else _Tower(policy.vision, not policy.vision_is_frozen)
 
     def layers(self, tokens: int, pairs: int, train: bool) -> float:
@@ -55,9 +56,9 @@ class ModelFlops:
 class _Tower:
     def __init__(self, vision: Tower, trained: bool) -> None:
         self._trained = trained
-        self._blocks = _Weights(vision.blocks.parameters())
-        self._mergers = _Weights(p for merger in vision.mergers for p in merger.parameters())
-        self._patches = _Weights(vision.patches.parameters())
+        self._blocks = _Weights((p, 1.0) for p in vision.blocks.parameters())
+        self._mergers = _Weights((p, 1.0) for merger in vision.mergers for p in merger.parameters())
+        self._patches = _Weights((p, 1.0) for p in vision.patches.parameters())
         self._shape = vision.shape
         self._windowed = len(vision.blocks) - vision.shape.full
 
@@ -79,12 +80,12 @@ class _Tower:
 
 
 class _Weights:
-    """Matrices of a part of a model."""
+    """Matrices of a part of a model, each with the share of it by which a row is multiplied."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        matrices = [p for p in parameters if p.dim() > 1]
-        self._all = sum(p.numel() for p in matrices)
-        self._trained = sum(p.numel() for p in matrices if p.requires_grad)
+    def __init__(self, parameters: Iterable[tuple[nn.Parameter, float]]) -> None:
+        met = [(p.numel() * share, p.requires_grad) for p, share in parameters if p.dim() > 1]
+        self._all = sum(count for count, _ in met)
+        self._trained = sum(count for count, trained in met if trained)
 
     def products(self, rows: int, train: bool, of_input: bool = True) -> float:
         """Operations of the products of `rows` rows. `of_input`: the input needs a gradient."""

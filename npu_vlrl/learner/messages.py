@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 import msgspec
 import numpy as np
 
-from npu_vlrl.network.images import FLOATS, INTEGERS, ImageReader, Images, ImageWriter, as_bytes
+from npu_vlrl.network.images import FLOATS, INTEGERS, ROUTES, ImageReader, Images, ImageWriter, as_bytes
 from npu_vlrl.network.messages import Message
 from npu_vlrl.types import Credit, ImageInput, Sample, Scores, Segment, SegmentKind, SpecialTokens, StopReason
 
@@ -24,6 +25,7 @@ class SegmentEntry(msgspec.Struct, frozen=True):
     images: list[int]
     """Indices into the images of the message."""
     stop_reason: StopReason | None
+    routes_shape: tuple[int, int, int] | None
 
 
 class ArrayEntry(msgspec.Struct, frozen=True):
@@ -63,6 +65,8 @@ class Samples(msgspec.Struct, frozen=True):
     """float64: log-probabilities of all actions."""
     weight_versions: bytes
     """int64: weight versions of all actions."""
+    routes: bytes
+    """int16: routes of all actions that have them."""
     rewards: bytes
     """float64: reward of each segment, then reward and outcome of each sample."""
     arrays: bytes
@@ -155,6 +159,7 @@ class SampleWriter:
                     len(segment),
                     [images.setdefault(image, len(images)) for image in segment.images],
                     segment.stop_reason,
+                    None if segment.routes is None else segment.routes.shape,  # type: ignore[arg-type]
                 )
                 for segment in segments
             ],
@@ -163,6 +168,7 @@ class SampleWriter:
             as_bytes([token for segment in segments for token in segment.token_ids], INTEGERS),
             as_bytes([logprob for segment in segments for logprob in segment.logprobs], FLOATS),
             as_bytes([version for segment in segments for version in segment.weight_versions], INTEGERS),
+            b"".join(as_bytes(s.routes, ROUTES) for s in segments if s.routes is not None),
             as_bytes(rewards, FLOATS),
             b"".join(arrays),
         )
@@ -226,6 +232,7 @@ class SampleReader:
         tokens = iter(np.frombuffer(message.token_ids, INTEGERS).tolist())
         logprobs = iter(np.frombuffer(message.logprobs, FLOATS).tolist())
         versions = iter(np.frombuffer(message.weight_versions, INTEGERS).tolist())
+        routes = _Arrays(message.routes)
         segments = []
         for entry in message.segments:
             sampled = entry.n_tokens if entry.kind is SegmentKind.ACTION else 0
@@ -239,6 +246,7 @@ class SampleReader:
                     tuple(islice(versions, sampled)),
                     entry.stop_reason,
                     next(rewards),
+                    routes.read_shaped(entry.routes_shape) if entry.routes_shape else None,
                 )
             )
         return segments
@@ -256,3 +264,7 @@ class _Arrays:
         array = np.frombuffer(self._blob, entry.dtype, entry.length, self._offset).copy()
         self._offset += array.nbytes
         return array
+
+    def read_shaped(self, shape: tuple[int, int, int]) -> np.ndarray:
+        """The next one, of routes."""
+        return self.read(ArrayEntry(ROUTES.str, math.prod(shape))).reshape(shape)

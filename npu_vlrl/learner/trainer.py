@@ -215,6 +215,7 @@ class Learner:
             with torch.set_grad_enabled(learns):
                 hidden_NH = self._hidden(batch, self.policy, self.vision)
                 loss, new, finite_N = self._policy_loss(batch, hidden_NH, tokens, len(samples), version)
+                new |= self._routing_metrics(batch)
             broken = batch.sample_N[~finite_N].unique().tolist()  # type: ignore[no-untyped-call]
             bad |= {batch.sample_ids[i] for i in broken}
             total += loss.item()
@@ -288,6 +289,14 @@ class Learner:
             finite_N &= torch.isfinite(batch.reference_N)
         return loss, metrics, finite_N
 
+    def _routing_metrics(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """`router_changed`: the share of layers in which a token's router would have chosen other experts."""
+        if self.policy.routes_shape is None:
+            return {}
+        nothing = torch.zeros((), device=self.policy.device)
+        changed, tokens = (nothing, nothing) if batch.routing is None else batch.routing.changed()
+        return {"router_changed_sum": changed, "router_changed_tokens": tokens}
+
     def _apply(self, lr: float, skip: bool = False) -> float | None:
         return step_or_skip(self.optimizer, self.optim.max_grad_norm, lr, skip, self.ranks.sum)
 
@@ -319,7 +328,9 @@ class Learner:
             features = [found[i] for i in batch.image_order]
             if batch.images_elsewhere and isinstance(policy, ShardedPolicy) and policy.tower_is_divided:
                 features = [policy.no_picture()]
-            hidden_TH = policy.hidden_packed(batch.token_ids_T, batch.position_ids_3T, batch.tree, features)
+            hidden_TH = policy.hidden_packed(
+                batch.token_ids_T, batch.position_ids_3T, batch.tree, features, batch.routing
+            )
             return hidden_TH[batch.before_N]
 
         return policy.gathered(work)

@@ -29,6 +29,7 @@ from npu_vlrl.model.inspect import (
     read_settings,
 )
 from npu_vlrl.model.policy import Policy
+from npu_vlrl.model.routing import attach_routers
 from npu_vlrl.model.tiny import write_tiny_model
 from npu_vlrl.model.tokens import special_tokens
 from npu_vlrl.model.tower import Tower
@@ -75,6 +76,7 @@ def load_model(config: ModelConfig, scratch: Path, seed: int, device: torch.devi
     model = outline(folder, dtype) if device.type == "meta" else load_weights(folder, dtype).to(device)
     family = FAMILIES[model.config.model_type]
     attach(model, family.unlike)
+    attach_routers(model, family)
     tokenizer = load_tokenizer(folder)
     with_images = family.vision is not None
     processor = load_processor(config, folder, family)

@@ -19,6 +19,7 @@ from npu_vlrl.kernels.kv_cache import KVCache
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.families import FAMILIES, Family
 from npu_vlrl.model.positions import rotary_positions
+from npu_vlrl.model.routing import Routing, routers
 from npu_vlrl.model.tower import Tower
 from npu_vlrl.model.versions import image_features
 from npu_vlrl.types import ImageInput, SpecialTokens
@@ -45,6 +46,7 @@ class Policy:
         facts = self.family.vision
         self.vision = None if facts is None else Tower(self.base, self.family, facts)
         """The vision tower; None for a text-only model."""
+        self.n_routers = len(routers(self.base, self.family))
         head = self.head_weight
         self.forbidden = sorted(special.placeholders.union(range(n_tokens, head.shape[0])))
         """Ids that are never sampled."""
@@ -76,6 +78,21 @@ class Policy:
         return config.num_hidden_layers, config.num_key_value_heads, width
 
     @property
+    def routes_shape(self) -> tuple[int, int] | None:
+        """L and k of a token's routes, see `Routing`; None for a dense model."""
+        mixture = self.family.mixture
+        return (self.n_routers, getattr(self.text.config, mixture.chosen_key)) if mixture and self.n_routers else None
+
+    def shares_met(self) -> Iterator[tuple[nn.Parameter, float]]:
+        """Each parameter of the layers, with the share of it that a token meets: k of E experts, else 1."""
+        mixture = self.family.mixture
+        for name, parameter in self.text.layers.named_parameters():
+            if mixture is not None and f".{mixture.experts}." in name:
+                yield parameter, getattr(self.text.config, mixture.chosen_key) / parameter.shape[0]
+            else:
+                yield parameter, 1.0
+
+    @property
     def vision_is_frozen(self) -> bool:
         return self.vision is None or self.vision.is_frozen
 
@@ -90,22 +107,36 @@ class Policy:
         return image_features(self.core, self.family, patches_PD.to(self.device), grids)
 
     def hidden_packed(
-        self, token_ids_T: Tensor, positions_3T: Tensor, tree: Tree, features: Sequence[Tensor]
+        self,
+        token_ids_T: Tensor,
+        positions_3T: Tensor,
+        tree: Tree,
+        features: Sequence[Tensor],
+        routing: Routing | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] of packed sequences; attention stays inside each of them."""
-        return self._forward(token_ids_T, positions_3T, features, tree=tree)
+        return self._forward(token_ids_T, positions_3T, features, tree=tree, routing=routing)
 
     def hidden_continued(
-        self, token_ids_T: Tensor, positions_3T: Tensor, kept: KVCache, features: Sequence[Tensor]
+        self,
+        token_ids_T: Tensor,
+        positions_3T: Tensor,
+        kept: KVCache,
+        features: Sequence[Tensor],
+        routing: Routing | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] of packed tokens that continue rows of the KV cache, to which they are added."""
-        return self._forward(token_ids_T, positions_3T, features, kept=kept)
+        return self._forward(token_ids_T, positions_3T, features, kept=kept, routing=routing)
 
     def _forward(
-        self, token_ids_T: Tensor, positions_3T: Tensor, features: Sequence[Tensor], **packing: Tree | KVCache
+        self,
+        token_ids_T: Tensor,
+        positions_3T: Tensor,
+        features: Sequence[Tensor],
+        **options: Tree | KVCache | Routing | None,
     ) -> Tensor:
         embeds_TH = self.base.get_input_embeddings()(token_ids_T)
-        extra: dict[str, Any] = dict(packing)
+        extra: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if features:
             hidden = embeds_TH.shape[-1]
             seen_T = torch.eq(token_ids_T, self.special.image or -1)

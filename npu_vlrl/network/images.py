@@ -13,7 +13,7 @@ from npu_vlrl.types import Image, ImageInput
 CACHE_BYTES = 2**28
 """Default size of a reader's cache of pixels, in bytes."""
 
-INTEGERS, FLOATS = np.dtype("<i8"), np.dtype("<f8")
+INTEGERS, FLOATS, ROUTES = np.dtype("<i8"), np.dtype("<f8"), np.dtype("<i2")
 
 
 class ImageEntry(msgspec.Struct, frozen=True):
@@ -94,5 +94,5 @@ class ImageReader:
 
 
 def as_bytes(values: Sequence[float], dtype: np.dtype) -> bytes:
-    """Bytes of a message's numbers, bit by bit; `dtype` is `INTEGERS` or `FLOATS`."""
+    """Bytes of a message's numbers, bit by bit; `dtype` is `INTEGERS`, `FLOATS` or `ROUTES`."""
     return np.array(values, dtype).tobytes()

@@ -91,6 +91,7 @@ class Probe:
             logprobs=answer.logprobs,
             weight_versions=answer.weight_versions,
             stop_reason=answer.stop_reason,
+            routes=answer.routes,
         )
 
 

@@ -126,6 +126,7 @@ class VisionMultiTurnAgenticWorkflow:
             weight_versions=generation.weight_versions,
             stop_reason=stop,
             reward=reward - self._overlong(len(generation.token_ids)),
+            routes=generation.routes,
         )
 
     def _overlong(self, tokens: int) -> float:

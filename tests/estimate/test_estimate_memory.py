@@ -109,7 +109,7 @@ def through_layers(policy: Policy) -> Tensor:
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_a_layer_keeps_what_is_said(kind: str, lora: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     few, more = (made(kind, tmp_path, layers=layers, lora=lora, dtype=dtype) for layers in (2, 3))
     for policy in (few, more):

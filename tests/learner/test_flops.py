@@ -45,9 +45,13 @@ def shown(loaded: LoadedModel) -> Segment:
 
 
 def counted_by_torch(kind: str, loaded: LoadedModel, train: bool, frozen: bool) -> int:
-    """Of plain transformers, whose eager attention multiplies every token with every other."""
+    """Of plain transformers, whose eager attention multiplies every token with every other. A product over groups of
+    rows counts as one of all rows with a weight, so experts multiply one by one.
+    """
     model, segment = plain_model(tiny_folder(kind)), shown(loaded)
     model.set_attn_implementation("eager")
+    if loaded.policy.family.mixture is not None:
+        model.set_experts_implementation("eager")
     ids = torch.tensor([segment.token_ids])
     inputs: dict[str, Any] = {}
     if segment.images:

@@ -15,6 +15,7 @@ from npu_vlrl.engines.inprocess.sampling import Filters, draw, processed_logprob
 from npu_vlrl.hardware.base import GraphCapture
 from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.model.policy import Policy
+from npu_vlrl.model.routing import Routing
 from npu_vlrl.types import SamplingParams
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -27,8 +28,18 @@ class Batch:
     The rows in use come first. A finished row is still computed but does not change.
     """
 
-    def __init__(self, policy: Policy, rows: int, room: int, new_tokens: int, capture: GraphCapture | None) -> None:
-        """Allocates the state. Without a `capture` each step is launched without a graph."""
+    def __init__(
+        self,
+        policy: Policy,
+        rows: int,
+        room: int,
+        new_tokens: int,
+        capture: GraphCapture | None,
+        record_routes: bool = False,
+    ) -> None:
+        """Allocates the state. Without a `capture` each step is launched without a graph. `record_routes`: see
+        `InProcessEngine`.
+        """
         self.policy = policy
         self.capture = capture
         rows = _size(rows) if capture else rows
@@ -55,6 +66,10 @@ class Batch:
         # one column more than a turn can have, to which finished rows write
         self.ids_BN = zeros(rows, new_tokens + 1)
         self.logprobs_BN = zeros(rows, new_tokens + 1, dtype=torch.float32)
+        routes_shape = policy.routes_shape if record_routes else None
+        self.routes_BNLk = routes_shape and zeros(rows, new_tokens + 1, *routes_shape, dtype=torch.int16)
+        """The routes of the drawn tokens that were computed; of the last one they are not known yet."""
+        self._rows_B = torch.arange(rows, device=policy.device)
         self._ends = torch.tensor(policy.special.end_of_turn, device=policy.device)
         self._alone = CacheRows.of(self.lengths_B, [1] * rows, room, room)
         self._filtered = (False, False)
@@ -102,9 +117,12 @@ class Batch:
         lengths_B = self.lengths_B[:count] + 1
         starts = self._alone.starts_q[: count + 1], self._alone.starts_k[: count + 1]
         rows = CacheRows(lengths_B, *starts, self._alone.cu_q[: count + 1], longest)
+        routing = None if self.routes_BNLk is None else Routing()
         hidden_BH = self.policy.hidden_continued(
-            self.tokens_B[:count], self.positions_B[:count].expand(3, -1), self.kv.kept(rows), ()
+            self.tokens_B[:count], self.positions_B[:count].expand(3, -1), self.kv.kept(rows), (), routing
         )
+        if routing is not None and self.routes_BNLk is not None:
+            self.routes_BNLk[self._rows_B[:count], self.drawn_B[:count] - 1] = routing.recorded()
         self.lengths_B[:count] += self.running_B[:count]
         self.draw(hidden_BH)
 
@@ -149,6 +167,8 @@ class Batch:
             self.logprobs_BN,
         ):
             state[target] = state[row]
+        if self.routes_BNLk is not None:
+            self.routes_BNLk[target] = self.routes_BNLk[row]
         self.running_B[row] = False
 
 

@@ -24,6 +24,7 @@ from npu_vlrl.engines.local import LocalEngine
 from npu_vlrl.hardware.base import GraphCapture
 from npu_vlrl.kernels.kv_cache import CacheRows
 from npu_vlrl.model.policy import Policy
+from npu_vlrl.model.routing import Routing
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.sync.buckets import WeightTarget, in_place
 from npu_vlrl.types import Generation, ImageInput, StopReason
@@ -45,6 +46,8 @@ class _Turn:
     outcome: Outcome | None = None
     next_position: int = 0
     """Rotary position of the first new token."""
+    routes: np.ndarray | None = None
+    """int16 [tokens, L, k]: of the context behind what was cached, where routes are recorded."""
 
     def work(self) -> object:
         """Key of the prefill: turns with the same tokens and images, and nothing cached, are prefilled once."""
@@ -72,16 +75,19 @@ class InProcessEngine(LocalEngine):
         vision: VisionFeatures,
         cache_bytes: int = 2**34,
         new_capture: Callable[[], GraphCapture | None] = lambda: None,
+        record_routes: bool = True,
     ) -> None:
         """`cache_bytes` bounds the KV cache of the rows that are decoded, and separately the KV cache that is kept
         between turns. Turns beyond it wait for the next wave, or are prefilled again. `new_capture`: see
-        `hardware.Platform.graph_capture`.
+        `hardware.Platform.graph_capture`. `record_routes`: a mixture of experts reports the experts that it chose, see
+        `Generation.routes`.
         """
         super().__init__()
         self.policy = policy
         self.vision = vision
         self.cache_bytes = cache_bytes
         self.new_capture = new_capture
+        self.record_routes = record_routes and policy.routes_shape is not None
         self._batch: Batch | None = None
         self._caches: dict[int, CachedTurn] = {}
         """Cached turns by session."""
@@ -170,7 +176,9 @@ class InProcessEngine(LocalEngine):
             if most_rows * most_room * KeyValues.bytes_per_token(self.policy) <= self.cache_bytes:
                 rows, room = most_rows, most_room
         self._batch = known = None  # frees the memory first
-        self._batch = Batch(self.policy, rows, -(-room // 128) * 128, new_tokens, self.new_capture())
+        self._batch = Batch(
+            self.policy, rows, -(-room // 128) * 128, new_tokens, self.new_capture(), self.record_routes
+        )
         return self._batch
 
     # --- prefill ---
@@ -188,7 +196,7 @@ class InProcessEngine(LocalEngine):
             rows += members[1:]
             owners += [row] * (len(members) - 1)
         for turn, owner in zip(rows, owners, strict=True):
-            turn.next_position = firsts[owner].next_position
+            turn.next_position, turn.routes = firsts[owner].next_position, firsts[owner].routes
         batch.begin(
             [turn.request.sampling for turn in rows],
             [turn.n_context for turn in rows],
@@ -216,12 +224,18 @@ class InProcessEngine(LocalEngine):
         lengths = [turn.n_context for turn in turns]
         lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
         rows = CacheRows.of(lengths_B, list(map(len, ids)), batch.room, max(lengths), lengths)
+        routing = Routing() if self.record_routes else None
         hidden_TH = self.policy.hidden_continued(
             torch.from_numpy(np.concatenate(ids)).to(device),
             torch.from_numpy(np.concatenate(positions, 1)).to(device),
             batch.kv.kept(rows, chunk.start),
             self.vision.fixed(images),
+            routing,
         )
+        if routing is not None:
+            ends = np.cumsum(list(map(len, ids)))[:-1]
+            for turn, routes in zip(turns, np.split(routing.recorded().cpu().numpy(), ends), strict=True):
+                turn.routes = routes
         return hidden_TH[rows.starts_q[1:] - 1]
 
     # --- decoding ---
@@ -257,8 +271,12 @@ class InProcessEngine(LocalEngine):
             return
         at = torch.tensor(which, device=self.policy.device)
         found = (x[at].tolist() for x in (batch.drawn_B, batch.ids_BN, batch.logprobs_BN))
-        for row, count, ids, logprobs in zip(which, *found, strict=True):
-            self._answer(batch, row, rows[row], tuple(ids[:count]), tuple(logprobs[:count]), interrupted)
+        drawn_routes = [None] * len(which) if batch.routes_BNLk is None else batch.routes_BNLk[at].cpu().numpy()
+        for row, routes, count, ids, logprobs in zip(which, drawn_routes, *found, strict=True):
+            turn = rows[row]
+            if turn.routes is not None and routes is not None:
+                turn.routes = np.concatenate([turn.routes, routes[: count - 1]])
+            self._answer(batch, row, turn, tuple(ids[:count]), tuple(logprobs[:count]), interrupted)
 
     def _answer(
         self,
@@ -287,7 +305,7 @@ class InProcessEngine(LocalEngine):
         stop = StopReason.INTERRUPTED if interrupted else StopReason.TURN_BUDGET
         if ids[-1] in self.policy.special.end_of_turn:
             stop = StopReason.END_OF_TURN
-        turn.outcome = Generation(ids, logprobs, (self.weight_version,) * len(ids), stop)
+        turn.outcome = Generation(ids, logprobs, (self.weight_version,) * len(ids), stop, turn.routes)
 
 
 def _chunks(turns: Sequence[_Turn]) -> Iterator[range]:

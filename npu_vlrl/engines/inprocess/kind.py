@@ -26,7 +26,8 @@ class InProcess(EngineKind):
         assert process.vision is not None
         record = config.rollout.graphs and can_capture(platform, policy.device, policy.dtype)
         new_capture = platform.graph_capture if record else lambda: None
-        return InProcessEngine(policy, process.vision, config.rollout.cache_mib * 2**20, new_capture)
+        cache_bytes = config.rollout.cache_mib * 2**20
+        return InProcessEngine(policy, process.vision, cache_bytes, new_capture, config.rollout.router_replay)
 
 
 KIND = InProcess()

@@ -7,9 +7,19 @@ import json
 import pkgutil
 from pathlib import Path
 
-from npu_vlrl.model.families.base import CHATML, ChatFormat, Family, TowerShape, VisionFacts
+from npu_vlrl.model.families.base import CHATML, ChatFormat, Family, MixtureFacts, TowerShape, VisionFacts
 
-__all__ = ["CHATML", "FAMILIES", "TINY", "ChatFormat", "Family", "TowerShape", "VisionFacts", "family_of_path"]
+__all__ = [
+    "CHATML",
+    "FAMILIES",
+    "TINY",
+    "ChatFormat",
+    "Family",
+    "MixtureFacts",
+    "TowerShape",
+    "VisionFacts",
+    "family_of_path",
+]
 
 TINY = "tiny:"
 """Prefix of `model.path` for a model of random weights; a model type follows."""

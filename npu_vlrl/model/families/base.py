@@ -120,6 +120,22 @@ class VisionFacts:
     """Keys of config.json, with the fields of `ChatFormat` whose ids they are."""
 
 
+@dataclass(frozen=True)
+class MixtureFacts:
+    """Facts about a mixture of experts. Names of modules are relative to a layer of the language model; a layer without
+    them is dense.
+    """
+
+    router: str = "mlp.gate"
+    """Returns the scores of the experts [T, E], and the weights and the numbers of the chosen ones, [T, k] each."""
+    experts: str = "mlp.experts"
+    """The first dimension of its parameters counts experts."""
+    chosen_key: str = "num_experts_per_tok"
+    """The key of the language model's configuration that holds k."""
+    width_key: str = "moe_intermediate_size"
+    """The key that holds the width inside an expert."""
+
+
 class Family:
     """One family of models. A file of this room defines it, as `FAMILY`; see `docs/models.md`."""
 
@@ -132,6 +148,8 @@ class Family:
     chat: ChatFormat = CHATML
     vision: VisionFacts | None = None
     """Facts about vision; None for a text-only model."""
+    mixture: MixtureFacts | None = None
+    """Facts about the mixture of experts; None where every layer is dense."""
     text: str = "model"
     """The language model without its head, as a module of the model with its head; it has `layers`."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -194,6 +212,21 @@ class Family:
     def deep_inputs(self, seen_T: Tensor, rows: list[Tensor]) -> dict[str, Any]:
         """Arguments of the language model for features of later layers: [n, hidden] each, at the places of `seen_T`."""
         raise NotImplementedError(f"{self.title} has no features for later layers")
+
+    def inner_width(self, settings: Any) -> int:
+        """Width inside the MLP of a layer that a token meets, by the configuration of the language model: that of its
+        experts together.
+        """
+        if self.mixture is None:
+            return int(settings.intermediate_size)
+        return int(getattr(settings, self.mixture.chosen_key) * getattr(settings, self.mixture.width_key))
+
+    def expert_weights(self, scores_TE: Tensor, chosen_Tk: Tensor) -> Tensor:
+        """The weights [T, k] of chosen experts, by the scores of a router. Here a softmax over all experts, of which
+        the chosen ones share one (`norm_topk_prob` of Qwen3-MoE).
+        """
+        weights_Tk = scores_TE.float().softmax(-1).gather(1, chosen_Tk)
+        return weights_Tk / weights_Tk.sum(1, keepdim=True)
 
     # --- a model of random weights, for tests and first runs ---
 
