@@ -200,13 +200,7 @@ class Segment:
     def __post_init__(self, special: SpecialTokens) -> None:
         if self.kind is SegmentKind.ACTION:
             self._check_action(special)
-        elif (
-            self.logprobs
-            or self.weight_versions
-            or self.stop_reason is not None
-            or self.reward
-            or self.routes is not None
-        ):
+        elif self.logprobs or self.weight_versions or self.stop_reason or self.reward or self.routes is not None:
             raise ValueError(f"a {self.kind} segment carries no logprobs, versions, stop reason, reward or routes")
         expected = sum(image.n_tokens for image in self.images)
         placeholders = special.placeholders
@@ -510,14 +504,15 @@ class Sample:
     @property
     def routes(self) -> np.ndarray | None:
         """int16 [T, L, k]: the experts that sampled; -1 where no engine said, as for the last token. None where no
-        segment has routes. A token that was computed twice has the experts of the first time, when it was sampled.
+        segment has routes. A token that was computed again has the experts of the last time: new weights compute the
+        context anew, and what they sample has seen those experts.
         """
         parts = [(i, segment.routes) for i, segment in enumerate(self.segments) if segment.routes is not None]
         if not parts:
             return None
         ends = np.cumsum([len(segment) for segment in self.segments])
         routes = np.full((len(self), *parts[0][1].shape[1:]), -1, np.int16)
-        for i, rows in reversed(parts):
+        for i, rows in parts:
             start = ends[i] - 1 - len(rows)
             assert start >= 0, f"sample {self.id}: segment {i} has routes of tokens that are not in the sample"
             routes[start : ends[i] - 1] = rows

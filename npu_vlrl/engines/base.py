@@ -115,12 +115,11 @@ def _joined(part: Generation, rest: Generation) -> Generation:
 
 
 def _joined_routes(part: Generation, rest: Generation) -> np.ndarray | None:
-    """Routes of a joined turn: those of `part`, followed by those of the tokens that `rest` sampled. The routes of
-    `rest` may include its context, which it may have computed again.
-    """
+    """Routes of `rest`, and of the tokens of `part` that it did not compute again."""
     if part.routes is None or rest.routes is None:
         return part.routes if rest.routes is None else rest.routes
-    return np.concatenate([part.routes, rest.routes[len(rest.routes) - len(rest.token_ids) :]])
+    again = len(rest.routes) - len(rest.token_ids)
+    return np.concatenate([part.routes[: max(0, len(part.routes) - again)], rest.routes])
 
 
 class RoundEngine(ABC):

@@ -157,7 +157,7 @@ def pack_outcomes(outcomes: Sequence[Outcome], counts: EngineCounts) -> Answers:
 def _entry(outcome: Outcome) -> Generated | Refused | Broken:
     if isinstance(outcome, Generation):
         shape = None if outcome.routes is None else outcome.routes.shape
-        return Generated(len(outcome.token_ids), outcome.stop_reason, shape)  # type: ignore[arg-type]
+        return Generated(len(outcome.token_ids), outcome.stop_reason, shape)
     if isinstance(outcome, ValueError):
         return Refused(str(outcome))
     return Broken(f"{type(outcome).__name__}: {outcome}")

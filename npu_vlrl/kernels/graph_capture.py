@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
+from torch import Tensor, nn
 
 from npu_vlrl.hardware import Platform
 from npu_vlrl.hardware.base import GraphCapture
@@ -28,18 +29,30 @@ def can_capture(platform: Platform, device: torch.device, dtype: torch.dtype) ->
     """Whether the platform captures graphs, and replays the selected attention correctly. Prints the reason, once, for
     which it does not.
     """
+    return _captures(platform, "the attention of decoding", partial(_gap, device=device, dtype=dtype))
+
+
+def can_capture_experts(platform: Platform, experts: nn.Module, x_BTH: Tensor) -> bool:
+    """Whether the platform captures a layer's mixture of experts, and replays it correctly for other tokens [B, T,
+    hidden] than those of the capture. Prints the reason for which it does not: grouped products may wait for the
+    device.
+    """
+    return _captures(platform, "a mixture of experts", partial(_gap_of_experts, experts=experts, x_BTH=x_BTH))
+
+
+def _captures(platform: Platform, what: str, gap_of: Callable[[GraphCapture], float]) -> bool:
     capture = platform.graph_capture()
     if capture is None:
         return False
     try:
-        gap = _gap(capture, device, dtype)
+        gap = gap_of(capture)
         problem = None if gap <= TOLERANCE else f"a replay of it is {gap:.1e} off"
     except RuntimeError as error:
         problem = (str(error).strip() or type(error).__name__).splitlines()[0]
     if problem:
         print(
-            f"npu-vlrl: {platform.name} does not capture the attention of decoding ({problem}); every decode step is "
-            "launched without a graph, which is slower but correct. rollout.graphs=false skips this check",
+            f"npu-vlrl: {platform.name} does not capture {what} ({problem}); every decode step is launched without a "
+            "graph, which is slower but correct. rollout.graphs=false skips this check",
             file=sys.stderr,
         )
     return problem is None
@@ -70,3 +83,19 @@ def _gap(capture: GraphCapture, device: torch.device, dtype: torch.dtype) -> flo
     lengths.copy_(torch.tensor([3, 100], dtype=torch.int32))
     replay()
     return (found - attention(q, keys, values, rows, WIDTH**-0.5)).abs().max().item()
+
+
+@torch.no_grad()
+def _gap_of_experts(capture: GraphCapture, experts: nn.Module, x_BTH: Tensor) -> float:
+    """The largest difference, relative to the largest entry; not a number where there is one."""
+    now = torch.zeros_like(x_BTH)
+    found = torch.zeros_like(x_BTH)
+
+    def step() -> None:
+        found.copy_(experts(now))
+
+    replay = capture(step)
+    now.copy_(x_BTH)
+    replay()
+    expected = experts(x_BTH)
+    return float((found - expected).abs().max() / expected.abs().max())

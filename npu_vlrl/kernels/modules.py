@@ -20,6 +20,11 @@ from transformers.activations import ACT2FN
 from npu_vlrl.kernels import attention, reference
 from npu_vlrl.kernels.table import REFERENCE, active, op
 
+GROUPED = ("cpu", "cuda", "meta")
+"""Devices on which transformers multiplies the experts of a mixture as one product over groups of rows. On others each
+expert is a product of its own, and the host waits to know which experts have rows.
+"""
+
 _patched_files: set[str] = set()
 
 
@@ -30,6 +35,8 @@ def attach(model: Any, unlike: Collection[str] = ()) -> None:
     Call it after `kernels.use`, and before adapters are added.
     """
     attention.attach(model)
+    if model.device.type not in GROUPED:
+        model.set_experts_implementation("eager")
     fused = {name for name, platform in active().items() if platform != REFERENCE}
     for module in model.modules():
         for name, suits, method, ours in _METHODS:

@@ -159,7 +159,7 @@ class SampleWriter:
                     len(segment),
                     [images.setdefault(image, len(images)) for image in segment.images],
                     segment.stop_reason,
-                    None if segment.routes is None else segment.routes.shape,  # type: ignore[arg-type]
+                    None if segment.routes is None else segment.routes.shape,
                 )
                 for segment in segments
             ],

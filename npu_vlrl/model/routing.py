@@ -62,8 +62,8 @@ class Routing:
 def attach_routers(model: Any, family: Family) -> None:
     """Lets the routers of a built model follow the `routing` that its language model is called with."""
     for number, (layer, path) in enumerate(_layers_with_router(model, family)):
-        router = layer.get_submodule(path)
-        router.routing = None  # type: ignore[assignment]
+        router: Any = layer.get_submodule(path)
+        router.routing = None
         router.register_forward_hook(partial(_follow, family, number))
         # A layer is given its arguments again when gradient checkpointing repeats it; its router has none of them.
         layer.register_forward_pre_hook(partial(_hand_over, path), with_kwargs=True)
@@ -72,6 +72,11 @@ def attach_routers(model: Any, family: Family) -> None:
 def routers(model: Any, family: Family) -> list[nn.Module]:
     """The routers of a model, in the order of its layers; none where the model is dense."""
     return [layer.get_submodule(path) for layer, path in _layers_with_router(model, family)]
+
+
+def expert_layers(model: Any, family: Family) -> list[nn.Module]:
+    """The mixtures of a model, routers included, in the order of its layers."""
+    return [layer.get_submodule(path.rpartition(".")[0]) for layer, path in _layers_with_router(model, family)]
 
 
 def _layers_with_router(model: Any, family: Family) -> Iterator[tuple[nn.Module, str]]:
@@ -83,7 +88,8 @@ def _layers_with_router(model: Any, family: Family) -> Iterator[tuple[nn.Module,
 
 
 def _hand_over(path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    layer.get_submodule(path).routing = kwargs.get("routing")
+    router: Any = layer.get_submodule(path)
+    router.routing = kwargs.get("routing")
 
 
 def _follow(family: Family, number: int, router: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> Any:

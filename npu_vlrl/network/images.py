@@ -93,6 +93,6 @@ class ImageReader:
         return [ImageInput(self._held[entry.hash], entry.grid, entry.n_tokens) for entry in images.entries]
 
 
-def as_bytes(values: Sequence[float], dtype: np.dtype) -> bytes:
+def as_bytes(values: Sequence[float] | np.ndarray, dtype: np.dtype) -> bytes:
     """Bytes of a message's numbers, bit by bit; `dtype` is `INTEGERS`, `FLOATS` or `ROUTES`."""
     return np.array(values, dtype).tobytes()

@@ -57,7 +57,7 @@ STANDALONE_ROOMS = {
 """Rooms whose docstrings begin in another way."""
 
 MAX_LINES = 400
-LONGER = {"types.py": 560}
+LONGER = {"types.py": 580}
 """The vocabulary of the whole system stays in one file."""
 
 Rule = Callable[[Path], Iterator[str]]

@@ -98,6 +98,24 @@ def test_each_token_has_the_logprob_of_the_weights_that_made_it(kind: str) -> No
     assert gap(stage, engine, played, shift=1) > 100 * TOLERANCE, "the check tells versions apart"
 
 
+def test_replayed_experts_are_those_of_the_newest_weights() -> None:
+    """New weights send the context to other experts, and what they sample has seen those."""
+    stage, engine = staged("qwen3_vl_moe", steps=3, changes=True)
+    samples = export(stage.play(long_episode("qwen3_vl_moe"), turn_tokens=TURN_TOKENS), "concat", "best", 1.0, "")
+    newest = {max(sample.weight_versions) for sample in samples}
+    assert any(len(set(sample.weight_versions)) >= 3 for sample in samples)
+    gaps = []
+    for version in newest:
+        engine.put(version)
+        stage.vision.weights_changed()
+        chosen = [sample for sample in samples if max(sample.weight_versions) == version]
+        ours = learner_logprobs(stage.policy, stage.vision, chosen)
+        for sample in chosen:
+            gap_N = (ours[sample.id] - torch.tensor(sample.behaviour_logprobs, dtype=torch.float64)).abs()
+            gaps.append(gap_N[torch.tensor(sample.weight_versions) == version].max())
+    assert max(gaps) < TOLERANCE
+
+
 def test_an_interruption_alone_changes_nothing() -> None:
     """Greedy turns are those that nobody interrupted, and nothing that was computed is computed again."""
     stage, engine = staged("qwen2_5_vl", steps=2, changes=False)

@@ -110,16 +110,21 @@ def test_other_pixels_than_announced_are_refused() -> None:
 
 finite = st.floats(allow_nan=False, allow_infinity=False) | st.just(-0.0) | st.just(5e-324)
 tokens = st.lists(st.tuples(st.integers(0, 2**31), finite, st.integers(0, 2**40)), max_size=5)
+routes = st.tuples(st.integers(0, 3), st.integers(1, 2), st.integers(1, 3)).map(
+    lambda shape: np.random.default_rng(sum(shape)).integers(-1, 2**15, shape, np.int16)
+)
 generations = st.builds(
-    lambda rows, stop: Generation(*(tuple(row[i] for row in rows) for i in range(3)), stop),
+    lambda rows, stop, routes: Generation(*(tuple(row[i] for row in rows) for i in range(3)), stop, routes),
     tokens,
     st.sampled_from(StopReason),
+    st.none() | routes,
 )
 
 
 def bits(outcome: Outcome) -> object:
     if isinstance(outcome, Generation):
-        return outcome.token_ids, struct.pack(f"{len(outcome.logprobs)}d", *outcome.logprobs), outcome
+        routes = outcome.routes if outcome.routes is None else (outcome.routes.shape, outcome.routes.tobytes())
+        return outcome.token_ids, struct.pack(f"{len(outcome.logprobs)}d", *outcome.logprobs), outcome, routes
     return type(outcome), str(outcome)
 
 

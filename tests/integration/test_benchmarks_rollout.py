@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import decode, grpo_step, rollout, setup, transformers_peer
+from benchmarks import decode, grpo_step, rollout, router_replay, setup, transformers_peer
 from benchmarks.setup import QWEN_SPECIAL, Limits, Model
 from npu_vlrl import kernels
 from npu_vlrl.hardware import Platform, select
 from npu_vlrl.learner.flops import ModelFlops
+from npu_vlrl.model.routing import Routing
 from npu_vlrl.model.tokens import special_tokens
 from npu_vlrl.types import Segment, SpecialTokens
 from npu_vlrl.workflow.render import Renderer
@@ -452,3 +453,21 @@ def test_a_command_prints_a_table_and_writes_what_it_found(
     assert (written["platform"], written["size"]) == ("cpu", "tiny")
     if module is rollout:
         assert "it is not compared" in printed
+
+
+# --- router replay ---------------------------------------------------------------------------------------------------
+
+
+def test_replay_is_measured_at_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner that is given the experts of another token is found out."""
+    workload = decode.Workload(batches=(2,), context=20, new=4, side=0)
+    without, replayed = router_replay.measure("tiny", workload, repeats=1)["replay"]
+    for row in (without, replayed):
+        assert row["tokens"] == 2 * (20 + 4 - 1)
+        assert 0 <= row["mean gap, nats"] <= row["largest gap, nats"] < 0.5
+    assert replayed["other experts, of token and layer"] == replayed["tokens with other experts"] == 0
+
+    choose = Routing.choose
+    monkeypatch.setattr(Routing, "choose", lambda routing, layer, own_Tk: choose(routing, layer, own_Tk).roll(1, 0))
+    _, wrong = router_replay.measure("tiny", workload, repeats=1)["replay"]
+    assert wrong["other experts, of token and layer"] > 0.5

@@ -47,9 +47,29 @@ def test_a_wrong_record_is_told_once(capture: GraphCapture, reason: str, capsys:
     assert line.startswith("npu-vlrl: cpu does not capture the attention of decoding (") and reason in line
 
 
-@pytest.mark.parametrize(("capture", "used"), [(right, True), (frozen, False)])
-def test_the_engine_asks(capture: GraphCapture, used: bool) -> None:
-    loaded, machine = load(tiny_folder("qwen3")), Machine(capture)
+class WithoutExperts:
+    """Captures attention, and no product over groups of rows: the first capture is right, later ones fail."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.captured += 1
+        return (right if self.captured == 1 else failing)(work)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capture", "used"),
+    [
+        ("qwen3", right, True),
+        ("qwen3", frozen, False),
+        ("qwen3", WithoutExperts(), True),
+        ("qwen3_vl_moe", right, True),
+        ("qwen3_vl_moe", WithoutExperts(), False),
+    ],
+)
+def test_the_engine_asks(kind: str, capture: GraphCapture, used: bool) -> None:
+    loaded, machine = load(tiny_folder(kind)), Machine(capture)
     vision = VisionFeatures(loaded.policy, loaded.processor, 2**20)
     config = load_config("configs/photo_tiny.yaml", [])
     process = EngineProcess(config, machine, 0, loaded, vision, Placement.ONLY, ExitStack())

@@ -46,9 +46,15 @@ def said(kind: SegmentKind, ids: Sequence[int], seeds: Sequence[int] = ()) -> Se
     return Segment(kind, (*ids, *(9 for image in images for _ in range(image.n_tokens))), SPECIAL, images)
 
 
-def action(rows: Sequence[tuple[int, float, int]], stop: StopReason, reward: float) -> Segment:
+def action(
+    rows: Sequence[tuple[int, float, int]], stop: StopReason, reward: float, before: int | None = None
+) -> Segment:
+    """With routes of itself and of that many tokens before it, if any."""
     ids, logprobs, versions = (tuple(row[i] for row in rows) for i in range(3))
-    return Segment(ACTION, ids, SPECIAL, (), logprobs, versions, stop, reward)
+    routes = None
+    if before is not None:
+        routes = np.random.default_rng(before).integers(0, 128, (len(ids) + before, 2, 3), np.int16)
+    return Segment(ACTION, ids, SPECIAL, (), logprobs, versions, stop, reward, routes)
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False) | st.just(-0.0) | st.just(5e-324)
@@ -58,6 +64,7 @@ actions = st.builds(
     st.lists(st.tuples(ids, finite, st.integers(0, 2**40)), min_size=1, max_size=4),
     st.sampled_from(StopReason),
     finite,
+    st.none() | st.integers(0, 3),
 )
 worlds = st.builds(
     said, st.sampled_from([PROMPT, OBSERVATION]), st.lists(ids, max_size=4), st.lists(st.integers(0, 2), max_size=2)

@@ -51,6 +51,7 @@ def continued(stage: Stage, context: Sequence[Segment], generation: Generation, 
         logprobs=generation.logprobs,
         weight_versions=generation.weight_versions,
         stop_reason=generation.stop_reason,
+        routes=generation.routes,
     )
     ids = tuple(stage.loaded.tokenizer.encode(text, add_special_tokens=False))
     return [*context, action, Segment(SegmentKind.OBSERVATION, ids, stage.policy.special)]

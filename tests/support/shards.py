@@ -30,6 +30,7 @@ from tests.support.learning import CPU, SMALL_LORA, assign_advantages, load, tin
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "whole": ("qwen2_5_vl", "grpo", {}),  # with a KL reference
     "deep": ("qwen3_vl", "decoupled", {"gradient_checkpointing": True}),
+    "experts": ("qwen3_vl_moe", "grpo", {}),
     "frozen": ("qwen2_5_vl", "ppo", {"freeze_vision": True}),
     "offload": ("qwen2_5_vl", "ppo", {"gradient_checkpointing": True}),  # with a critic's own backbone
     "shared": ("qwen2_5_vl", "ppo-shared", {}),

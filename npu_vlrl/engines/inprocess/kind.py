@@ -8,7 +8,9 @@ from npu_vlrl.config import Config
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.engines.kind import EngineKind, EngineProcess
 from npu_vlrl.hardware import Platform
-from npu_vlrl.kernels.graph_capture import can_capture
+from npu_vlrl.kernels.graph_capture import can_capture, can_capture_experts
+from npu_vlrl.model.policy import Policy
+from npu_vlrl.model.routing import expert_layers
 
 
 class InProcess(EngineKind):
@@ -24,10 +26,18 @@ class InProcess(EngineKind):
     def new(self, process: EngineProcess) -> InProcessEngine:
         config, platform, policy = process.config, process.platform, process.loaded.policy
         assert process.vision is not None
-        record = config.rollout.graphs and can_capture(platform, policy.device, policy.dtype)
-        new_capture = platform.graph_capture if record else lambda: None
+        new_capture = platform.graph_capture if config.rollout.graphs and _captures(platform, policy) else lambda: None
         cache_bytes = config.rollout.cache_mib * 2**20
         return InProcessEngine(policy, process.vision, cache_bytes, new_capture, config.rollout.router_replay)
+
+
+def _captures(platform: Platform, policy: Policy) -> bool:
+    """Whether all that a decode step consists of can be captured."""
+    if not can_capture(platform, policy.device, policy.dtype):
+        return False
+    experts = next(iter(expert_layers(policy.base, policy.family)), None)
+    tokens = policy.head_weight[None, :2]  # any two; the router sends them to different experts
+    return experts is None or can_capture_experts(platform, experts, tokens)
 
 
 KIND = InProcess()
