@@ -72,7 +72,7 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
     n_tokens: int
     stop_reason: StopReason
     routes_shape: tuple[int, int, int] | None
-    """Of `Generation.routes`."""
+    """Shape of `Generation.routes`; None without routes."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -98,7 +98,7 @@ class Answers(Message):
     weight_versions: bytes
     """int64: weight versions of these tokens."""
     routes: bytes
-    """int16: routes of each turn that has them, one after the other."""
+    """int16: routes of each turn that has any, one after the other."""
     counts: EngineCounts
     """Counts of the engine so far."""
 

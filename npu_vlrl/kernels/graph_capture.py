@@ -34,8 +34,8 @@ def can_capture(platform: Platform, device: torch.device, dtype: torch.dtype) ->
 
 def can_capture_experts(platform: Platform, experts: nn.Module, x_BTH: Tensor) -> bool:
     """Whether the platform captures a layer's mixture of experts, and replays it correctly for other tokens [B, T,
-    hidden] than those of the capture. Prints the reason for which it does not: products over groups of rows may wait
-    for the device.
+    hidden] than those of the capture. Prints the reason for which it does not: grouped products may wait for the
+    device.
     """
     return _captures(platform, "a mixture of experts", partial(_gap_of_experts, experts=experts, x_BTH=x_BTH))
 

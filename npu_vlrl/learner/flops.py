@@ -2,8 +2,8 @@
 
 A multiply-add counts as two. Only matrix products and attention count, as is usual for utilisation (Chowdhery et al.
 2022, arXiv 2204.02311, appendix B): a product of n rows with a weight takes 2 · n · |weight| forward, as much again for
-the gradient of its input and as much for that of the weight, if it is trained. Of a mixture of experts a token meets
-the chosen ones. Attention takes 4 · width for each pair of a query and a visible key, and twice that backward.
+the gradient of its input and as much for that of the weight, if it is trained. Only the chosen experts of a mixture
+count for a token. Attention takes 4 · width for each pair of a query and a visible key, and twice that backward.
 Recomputation by checkpointing does not count.
 """
 
@@ -80,7 +80,7 @@ class _Tower:
 
 
 class _Weights:
-    """Matrices of a part of a model, each with the share of it that a row is multiplied with."""
+    """Matrices of a part of a model, each with the share of it by which a row is multiplied."""
 
     def __init__(self, parameters: Iterable[tuple[nn.Parameter, float]]) -> None:
         met = [(p.numel() * share, p.requires_grad) for p, share in parameters if p.dim() > 1]

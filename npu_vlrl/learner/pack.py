@@ -55,7 +55,7 @@ class MicroBatch:
     critic_N: Tensor
     """Credit, see `types.Credit`; zeros before an estimator has run."""
     routing: Routing | None = None
-    """Replay of the experts that sampled, where the engine recorded them."""
+    """Replays the experts that sampled, where the engine recorded them."""
     images_elsewhere: bool = False
     """Whether the micro-batch that another rank computes at the same time has images, and this one has none."""
 

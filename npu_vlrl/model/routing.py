@@ -51,8 +51,8 @@ class Routing:
         return torch.stack([self._chosen[layer] for layer in sorted(self._chosen)], 1).to(torch.int16)
 
     def changed(self) -> tuple[Tensor, Tensor]:
-        """Of the last pass: for how many layers of a token the replay changed its experts, as a share of L, summed over
-        the tokens whose routes are known; and the number of these tokens. Scalars.
+        """Share of the L layers of a token in which the last pass replaced its experts, summed over the tokens whose
+        routes are known; and the number of these tokens. Scalars.
         """
         assert self.routes_TLk is not None
         changed_L = torch.stack(list(self._changed.values())).sum(1)

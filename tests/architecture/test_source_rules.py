@@ -50,11 +50,6 @@ UNSAFE_KEYWORDS = {"trust_remote_code", "allow_pickle"}
 
 OPENINGS = ("Of ", "Those ", "What ", "How ")
 """Beginnings of docstrings that can only be read together with the name beside them."""
-STANDALONE_ROOMS = {
-    *("types", "algorithms", "hardware", "kernels", "model", "network", "sync", "engines", "rollout", "learner"),
-    *("cluster", "training", "train_loop"),
-}
-"""Rooms whose docstrings begin in another way."""
 
 MAX_LINES = 400
 LONGER = {"types.py": 580}
@@ -150,10 +145,9 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
 
 def docstrings_beside_names(package: Path) -> Iterator[str]:
     for path, _, tree in sources(package):
-        if room(path) in STANDALONE_ROOMS:
-            for text in docstrings(tree):
-                if isinstance(text.value, str) and text.value.lstrip().startswith(OPENINGS):
-                    yield f"{path}:{text.lineno}: {' '.join(text.value.split()[:4])}"
+        for text in docstrings(tree):
+            if isinstance(text.value, str) and text.value.lstrip().startswith(OPENINGS):
+                yield f"{path}:{text.lineno}: {' '.join(text.value.split()[:4])}"
 
 
 def code_from_data(package: Path) -> Iterator[str]:

@@ -149,7 +149,7 @@ class Family:
     vision: VisionFacts | None = None
     """Facts about vision; None for a text-only model."""
     mixture: MixtureFacts | None = None
-    """Facts about experts; None where every layer is dense."""
+    """Facts about the mixture of experts; None where every layer is dense."""
     text: str = "model"
     """The language model without its head, as a module of the model with its head; it has `layers`."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
