@@ -258,10 +258,11 @@ class MemoryModel:
         return one.tokens * (elements * self._item + 4 * heads) + one.path * keys + routing
 
     def _saved_by_routing(self, tokens: int) -> float:
-        """What a layer of experts keeps beside what a dense one of the same inner width does. By transformers' grouped
-        products: the gate's activation, and what each expert said of a token; trained experts keep their copies of the
-        tokens, and frozen ones not even what dense layers keep. The router keeps probabilities of all experts in
-        float32, and weights, order and numbers of the chosen ones.
+        """Bytes that a layer of experts leaves behind beyond those of a dense layer with the same inner width.
+
+        transformers' grouped products keep the gate's activation and the output of each expert for a token. Trained
+        experts keep their copies of the tokens; frozen ones keep less than a dense layer. The router keeps the
+        probabilities of all experts in float32, and the weights, order and numbers of the chosen ones.
         """
         parameter, share = min(self.policy.shares_met(), key=lambda met: met[1])
         experts, chosen = parameter.shape[0], round(parameter.shape[0] * share)

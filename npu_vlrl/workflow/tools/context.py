@@ -1,4 +1,4 @@
-"""What a tool may see, and how it says no."""
+"""The context of a tool call, and the error by which a tool refuses one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_vlrl.workflow.tools.frame import Frame, ToolError
 __all__ = ["MAX_PIXELS", "ToolContext", "ToolError", "check_pixels"]
 
 MAX_PIXELS = 2**24
-"""Of a picture that a tool makes larger; without a limit a model could double it with every call."""
+"""Limit of an image that a tool enlarges; without it a model could double the size with every call."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ToolContext:
     images: tuple[Image, ...]
     """All images of the trajectory, in the order the model saw them; a tool's first result gets number len(images)."""
     frames: tuple[Frame, ...] = ()
-    """How the model saw each image; empty when it saw them as they are stored."""
+    """Frame of each image as the model saw it; empty when it saw them as they are stored."""
 
     def image(self, number: int) -> Image:
         """Raises ToolError when there is no image of that number (there are no negative ones)."""

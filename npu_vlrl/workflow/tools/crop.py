@@ -1,4 +1,4 @@
-"""Cuts a part out of a picture."""
+"""Tool that cuts a part out of an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks a box in a picture."""
+"""Tool that marks a box in an image."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from npu_vlrl.workflow.tools.context import ToolContext, ToolError
 
 RED = (255, 0, 0)
 THICKNESS = 2
-"""Of lines, in pixels as the model sees them."""
+"""Thickness of lines, in pixels as the model sees them."""
 
 MAX_LABEL = 40
 _TEXT_HEIGHT = 12
 _MAX_FONT = 200
-"""In stored pixels: a huge picture that is seen small needs huge letters, which take time."""
+"""Limit in stored pixels: a huge image that is seen small needs huge letters, which take time."""
 
 
 def draw_bbox(ctx: ToolContext, bbox: tuple[float, float, float, float], label: str = "", image: int = 0) -> ToolResult:

@@ -1,4 +1,4 @@
-"""Draws a line into a picture."""
+"""Tool that draws a line into an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mirrors a picture."""
+"""Tool that mirrors an image."""
 
 from __future__ import annotations
 

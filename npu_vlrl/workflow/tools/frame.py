@@ -1,4 +1,4 @@
-"""Where the positions that a model writes lie in the stored picture."""
+"""Conversion of the positions that a model writes to pixels of the stored image."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ class ToolError(ValueError):
 
 @dataclass(frozen=True)
 class Frame:
-    """A model sees a picture resized, each axis by its own factor, perhaps after white was added right and below.
+    """Geometry of an image that a model sees resized.
+
+    Each axis is resized by its own factor, perhaps after white was added at the right and below.
 
     Positions are edges: column i of W spans i to i + 1, so that 0 and W are the borders. A model gives them in pixels
     as it sees them, or on a scale of its own. All sizes are (width, height) in pixels.
@@ -24,20 +26,20 @@ class Frame:
 
     stored: tuple[int, int]
     canvas: tuple[int, int]
-    """The stored picture with the added white; all of it became `seen`."""
+    """Size of the stored image with the added white; all of it became `seen`."""
     seen: tuple[int, int]
     scale: int | None = None
-    """What the model writes for the right and the lower border, whatever the size; None: the seen pixels."""
+    """The number that the model writes for the right and the lower border, whatever the size; None: the seen pixels."""
 
     @classmethod
     def unchanged(cls, size: tuple[int, int]) -> Frame:
-        """Of a picture that is seen as it is stored."""
+        """The frame of an image that is seen as it is stored."""
         return cls(size, size, size)
 
     def region(self, box: Sequence[float]) -> tuple[Fraction, Fraction, Fraction, Fraction]:
         """A box (left, top, right, bottom) that the model gave as stored edges, exact, without the added white.
 
-        Raises ToolError when the box leaves the picture or is less than 1 wide or high.
+        Raises ToolError when the box leaves the image or is less than 1 wide or high.
         """
         left, top, right, bottom = box
         width, height = self._borders

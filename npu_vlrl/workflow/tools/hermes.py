@@ -19,14 +19,14 @@ MAX_CALLS = 32
 """Calls read from one text; a turn that repeats itself up to its token budget can hold thousands."""
 
 MAX_DEPTH = 32
-"""Of arguments; Python cannot write a thousand again, which it has read."""
+"""Limit for the nesting of arguments: Python can read a depth of a thousand, and not write it again."""
 
 _SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
 class ParsedCalls:
-    """What a text asked for, in order, and what was wrong with the rest.
+    """The tool calls of a text, in order, and the errors of those that cannot be read.
 
     Example: `parse_tool_calls("no call here") == ParsedCalls((), ())`
     """

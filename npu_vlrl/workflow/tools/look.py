@@ -1,4 +1,4 @@
-"""Shows the picture that a task keeps back at first."""
+"""Tool that shows the image that a task hides at first."""
 
 from __future__ import annotations
 

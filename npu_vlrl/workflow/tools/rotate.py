@@ -1,4 +1,4 @@
-"""Turns a picture."""
+"""Tool that turns an image."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rotate(ctx: ToolContext, angle: float, image: int = 0, expand: bool = True) 
 
 
 def _canvas(source: Image, angle: float) -> tuple[float, float]:
-    """Width and height that hold the whole turned picture."""
+    """Width and height that hold the whole turned image."""
     width, height = source.size
     cosine, sine = abs(math.cos(math.radians(angle))), abs(math.sin(math.radians(angle)))
     return width * cosine + height * sine, width * sine + height * cosine

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from npu_vlrl.workflow.tools.context import ToolContext
 
 PIXELS = "in pixels of the image as you see it"
-"""How a docstring says what positions mean; `on_scale` replaces it for models that write them otherwise."""
+"""Phrase by which a docstring says what positions mean; `on_scale` replaces it for models that write them otherwise."""
 
 _SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _ARTICLES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
@@ -118,7 +118,7 @@ def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def validate(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
-    """What is wrong with `arguments`, each as a phrase for the model; empty when nothing is.
+    """Problems of `arguments`, each as a phrase for the model; empty when there are none.
 
     `schema` is the object schema of the parameters. Numbers must be finite: JSON's 1e999 is not.
     """

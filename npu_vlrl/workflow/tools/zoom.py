@@ -1,4 +1,4 @@
-"""Enlarges a part of a picture."""
+"""Tool that enlarges a part of an image."""
 
 from __future__ import annotations
 
