@@ -105,7 +105,7 @@ def _checks(platform: Platform) -> Iterator[Check]:
     for index in range(platform.device_count()):
         yield _tried(f"device {index}", partial(compute, platform, index), "look at it with the vendor's tool")
     yield _tried("streams", partial(streams, platform), "update the driver")
-    yield _tried("recording", partial(_recording, platform), "set rollout.graphs=false, and update the driver")
+    yield _tried("graph capture", partial(_recording, platform), "set rollout.graphs=false, and update the driver")
     yield from _kernel_checks(platform)
     yield _tried(
         "collective",
