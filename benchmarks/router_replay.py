@@ -164,11 +164,11 @@ def measure(size: str, workload: Workload, repeats: int = 3) -> dict[str, Any]:
         engine = new_engine(policy, on, record)
         _, steps[record] = timed(partial(play, engine, asked), workload.new, on, repeats)
     batch = collate(sampled(engine, asked, workload.new), policy)
-    assert batch.routing is not None and batch.routing.routes_TLk is not None
-    engine_TLk = batch.routing.routes_TLk
+    assert batch.routes_TLk is not None
+    engine_TLk = batch.routes_TLk.to(policy.device)
     known_T = engine_TLk[:, 0, 0] >= 0
     rows = []
-    for name, routing in (("without replay", None), ("with replay", batch.routing)):
+    for name, routing in (("without replay", None), ("with replay", Routing(engine_TLk))):
         with chosen_experts(policy) as found:
             gap_N = (logprobs(policy, batch, routing) - batch.behaviour_N).abs()
         differs_TL = (torch.stack(found, 1).sort(-1).values != engine_TLk.sort(-1).values).any(-1)[known_T]

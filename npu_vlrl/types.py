@@ -504,18 +504,23 @@ class Sample:
     @property
     def routes(self) -> np.ndarray | None:
         """int16 [T, L, k]: the experts that sampled; -1 where no engine said, as for the last token. None where no
-        segment has routes. A token that was computed again has the experts of the last time: new weights compute the
-        context anew, and what they sample has seen those experts.
+        segment has routes. Of a token that was computed twice the first experts count, which sampled it; but
+        where the weights have changed the last ones do, which the newest tokens have seen.
         """
         parts = [(i, segment.routes) for i, segment in enumerate(self.segments) if segment.routes is not None]
         if not parts:
             return None
         ends = np.cumsum([len(segment) for segment in self.segments])
         routes = np.full((len(self), *parts[0][1].shape[1:]), -1, np.int16)
+        version = None
         for i, rows in parts:
             start = ends[i] - 1 - len(rows)
             assert start >= 0, f"sample {self.id}: segment {i} has routes of tokens that are not in the sample"
-            routes[start : ends[i] - 1] = rows
+            known_T11 = routes[start : ends[i] - 1, :1, :1] >= 0
+            newest = self.segments[i].weight_versions[-1]
+            kept = known_T11 if newest == version else False
+            routes[start : ends[i] - 1] = np.where(kept, routes[start : ends[i] - 1], rows)
+            version = newest
         return routes
 
     @property

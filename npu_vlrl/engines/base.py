@@ -115,10 +115,14 @@ def _joined(part: Generation, rest: Generation) -> Generation:
 
 
 def _joined_routes(part: Generation, rest: Generation) -> np.ndarray | None:
-    """Routes of `rest`, and of the tokens of `part` that it did not compute again."""
+    """Routes of both parts. Tokens that `rest` computed again keep those of `part` unless the weights have changed; see
+    `Sample.routes`.
+    """
     if part.routes is None or rest.routes is None:
         return part.routes if rest.routes is None else rest.routes
     again = len(rest.routes) - len(rest.token_ids)
+    if part.weight_versions[-1:] == rest.weight_versions[:1]:
+        return np.concatenate([part.routes, rest.routes[again:]])
     return np.concatenate([part.routes[: max(0, len(part.routes) - again)], rest.routes])
 
 

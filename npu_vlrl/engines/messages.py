@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -97,8 +96,8 @@ class Answers(Message):
     """float64: log-probabilities of these tokens."""
     weight_versions: bytes
     """int64: weight versions of these tokens."""
-    routes: bytes
-    """int16: routes of each turn that has any, one after the other."""
+    routes: list[bytes]
+    """int16: routes of each turn that has any. One value for all would exceed what a message may hold."""
     counts: EngineCounts
     """Counts of the engine so far."""
 
@@ -149,7 +148,7 @@ def pack_outcomes(outcomes: Sequence[Outcome], counts: EngineCounts) -> Answers:
         as_bytes([token for one in done for token in one.token_ids], INTEGERS),
         as_bytes([logprob for one in done for logprob in one.logprobs], FLOATS),
         as_bytes([version for one in done for version in one.weight_versions], INTEGERS),
-        b"".join(as_bytes(one.routes, ROUTES) for one in done if one.routes is not None),
+        [as_bytes(one.routes, ROUTES) for one in done if one.routes is not None],
         counts,
     )
 
@@ -167,17 +166,15 @@ def unpack_outcomes(answers: Answers, engine: object) -> list[Outcome]:
     """Reads the outcomes of a round back. An error of the engine becomes an EngineError that names `engine`."""
     ids, versions = (np.frombuffer(part, INTEGERS).tolist() for part in (answers.token_ids, answers.weight_versions))
     logprobs = np.frombuffer(answers.logprobs, FLOATS).tolist()
-    all_routes = np.frombuffer(answers.routes, ROUTES)
+    all_routes = iter(answers.routes)
     outcomes: list[Outcome] = []
-    start = start_routes = 0
+    start = 0
     for entry in answers.entries:
         match entry:
             case Generated(n_tokens, stop_reason, shape):
                 own = slice(start, start + n_tokens)
-                start, routes = own.stop, None
-                if shape is not None:
-                    routes = all_routes[start_routes : start_routes + math.prod(shape)].reshape(shape)
-                    start_routes += routes.size
+                start = own.stop
+                routes = None if shape is None else np.frombuffer(next(all_routes), ROUTES).reshape(shape)
                 outcomes.append(
                     Generation(tuple(ids[own]), tuple(logprobs[own]), tuple(versions[own]), stop_reason, routes)
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
@@ -65,8 +64,8 @@ class Samples(msgspec.Struct, frozen=True):
     """float64: log-probabilities of all actions."""
     weight_versions: bytes
     """int64: weight versions of all actions."""
-    routes: bytes
-    """int16: routes of all actions that have them."""
+    routes: list[bytes]
+    """int16: routes of each action that has them. One value for all would exceed what a message may hold."""
     rewards: bytes
     """float64: reward of each segment, then reward and outcome of each sample."""
     arrays: bytes
@@ -168,7 +167,7 @@ class SampleWriter:
             as_bytes([token for segment in segments for token in segment.token_ids], INTEGERS),
             as_bytes([logprob for segment in segments for logprob in segment.logprobs], FLOATS),
             as_bytes([version for segment in segments for version in segment.weight_versions], INTEGERS),
-            b"".join(as_bytes(s.routes, ROUTES) for s in segments if s.routes is not None),
+            [as_bytes(segment.routes, ROUTES) for segment in segments if segment.routes is not None],
             as_bytes(rewards, FLOATS),
             b"".join(arrays),
         )
@@ -232,7 +231,7 @@ class SampleReader:
         tokens = iter(np.frombuffer(message.token_ids, INTEGERS).tolist())
         logprobs = iter(np.frombuffer(message.logprobs, FLOATS).tolist())
         versions = iter(np.frombuffer(message.weight_versions, INTEGERS).tolist())
-        routes = _Arrays(message.routes)
+        routes = iter(message.routes)
         segments = []
         for entry in message.segments:
             sampled = entry.n_tokens if entry.kind is SegmentKind.ACTION else 0
@@ -246,7 +245,7 @@ class SampleReader:
                     tuple(islice(versions, sampled)),
                     entry.stop_reason,
                     next(rewards),
-                    routes.read_shaped(entry.routes_shape) if entry.routes_shape else None,
+                    np.frombuffer(next(routes), ROUTES).reshape(entry.routes_shape) if entry.routes_shape else None,
                 )
             )
         return segments
@@ -264,7 +263,3 @@ class _Arrays:
         array = np.frombuffer(self._blob, entry.dtype, entry.length, self._offset).copy()
         self._offset += array.nbytes
         return array
-
-    def read_shaped(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """The next one, of routes."""
-        return self.read(ArrayEntry(ROUTES.str, math.prod(shape))).reshape(shape)

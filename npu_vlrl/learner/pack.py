@@ -12,7 +12,6 @@ from torch import Tensor
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.learner.tree import divide, share
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.model.routing import Routing
 from npu_vlrl.types import Credit, ImageInput, Sample
 
 Cost = Callable[[Sequence[Sample], Tree], float]
@@ -54,8 +53,8 @@ class MicroBatch:
     returns_N: Tensor
     critic_N: Tensor
     """Credit, see `types.Credit`; zeros before an estimator has run."""
-    routing: Routing | None = None
-    """Replays the experts that sampled, where the engine recorded them."""
+    routes_TLk: Tensor | None = None
+    """int16 on the host: the experts that sampled, see `Sample.routes`; None where no engine recorded them."""
     images_elsewhere: bool = False
     """Whether the micro-batch that another rank computes at the same time has images, and this one has none."""
 
@@ -206,13 +205,11 @@ def collate(samples: Sequence[Sample], policy: Policy) -> MicroBatch:
         advantages_N=on_device([credit.advantages_N for credit in credits]).float(),
         returns_N=on_device([credit.returns_N for credit in credits]).float(),
         critic_N=on_device([credit.critic_N for credit in credits]),
-        routing=_routing(samples, shared.places, shared.n_tokens, device),
+        routes_TLk=_routes(samples, shared.places, shared.n_tokens),
     )
 
 
-def _routing(
-    samples: Sequence[Sample], places: Sequence[np.ndarray], n_tokens: int, device: torch.device
-) -> Routing | None:
+def _routes(samples: Sequence[Sample], places: Sequence[np.ndarray], n_tokens: int) -> Tensor | None:
     """The routes of packed tokens; a token that several samples share has those of the first that knows them."""
     found = [(sample.routes, at) for sample, at in zip(samples, places, strict=True)]
     shapes = {routes.shape[1:] for routes, _ in found if routes is not None}
@@ -224,7 +221,7 @@ def _routing(
         if routes is not None:
             new = (routes[:, 0, 0] >= 0) & (routes_TLk[at, 0, 0] < 0)
             routes_TLk[at[new]] = routes[new]
-    return Routing(torch.from_numpy(routes_TLk).to(device))
+    return torch.from_numpy(routes_TLk)
 
 
 def idle(like: Sample, policy: Policy) -> MicroBatch:

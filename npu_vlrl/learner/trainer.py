@@ -31,6 +31,7 @@ from npu_vlrl.learner.ranks import Ranks
 from npu_vlrl.learner.schedule import learning_rate
 from npu_vlrl.learner.shard import ShardedPolicy
 from npu_vlrl.model.policy import Policy
+from npu_vlrl.model.routing import Routing
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Sample, Scores
 
@@ -80,6 +81,8 @@ class Learner:
         self.noted: dict[str, np.ndarray] = {}
         """Log-probability and entropy of each sample's tokens in their first pass of the last step, float32 [2, N]."""
         self._notes: PerToken | None = None
+        self._routing: Routing | None = None
+        """Replay of the last pass, where routes were recorded."""
         self.parameters = self.policy.trainable()
         self.optimizer = new_optimizer(self.parameters, optim)
         self.reference: Policy | None = None
@@ -215,7 +218,7 @@ class Learner:
             with torch.set_grad_enabled(learns):
                 hidden_NH = self._hidden(batch, self.policy, self.vision)
                 loss, new, finite_N = self._policy_loss(batch, hidden_NH, tokens, len(samples), version)
-                new |= self._routing_metrics(batch)
+                new |= self._routing_metrics()
             broken = batch.sample_N[~finite_N].unique().tolist()  # type: ignore[no-untyped-call]
             bad |= {batch.sample_ids[i] for i in broken}
             total += loss.item()
@@ -289,12 +292,12 @@ class Learner:
             finite_N &= torch.isfinite(batch.reference_N)
         return loss, metrics, finite_N
 
-    def _routing_metrics(self, batch: MicroBatch) -> dict[str, Tensor]:
+    def _routing_metrics(self) -> dict[str, Tensor]:
         """`router_changed`: the share of layers in which a token's router would have chosen other experts."""
         if self.policy.routes_shape is None:
             return {}
         nothing = torch.zeros((), device=self.policy.device)
-        changed, tokens = (nothing, nothing) if batch.routing is None else batch.routing.changed()
+        changed, tokens = (nothing, nothing) if self._routing is None else self._routing.changed()
         return {"router_changed_sum": changed, "router_changed_tokens": tokens}
 
     def _apply(self, lr: float, skip: bool = False) -> float | None:
@@ -328,8 +331,9 @@ class Learner:
             features = [found[i] for i in batch.image_order]
             if batch.images_elsewhere and isinstance(policy, ShardedPolicy) and policy.tower_is_divided:
                 features = [policy.no_picture()]
+            self._routing = None if batch.routes_TLk is None else Routing(batch.routes_TLk.to(policy.device))
             hidden_TH = policy.hidden_packed(
-                batch.token_ids_T, batch.position_ids_3T, batch.tree, features, batch.routing
+                batch.token_ids_T, batch.position_ids_3T, batch.tree, features, self._routing
             )
             return hidden_TH[batch.before_N]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from npu_vlrl.data.processor import ImageProcessor
+from npu_vlrl.model.families import FAMILIES
 
 PLAIN_ROPE = ("default", "axial")
 """Rope types without a scaling. transformers 5 calls that of vision towers `axial`; transformers 4 has no name for it.
@@ -36,7 +37,17 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
 
     In the configs of the whole and of the text model `tie_word_embeddings` is set to whether the head is the embedding.
     """
-    model.save_pretrained(folder, state_dict=weights)
+    mixture = FAMILIES[model.config.model_type].mixture
+    if mixture is not None and mixture.transposed:
+        # transformers' own way back finds the shapes of its modules, and so transposes nothing
+        tensors = model.state_dict() if weights is None else weights
+        published = {
+            name: tensor.transpose(1, 2) if f".{mixture.experts}." in name else tensor
+            for name, tensor in tensors.items()
+        }
+        model.save_pretrained(folder, state_dict=published, save_original_format=False)
+    else:
+        model.save_pretrained(folder, state_dict=weights)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     _rewrite(folder / "config.json", lambda config: published_config(config, tied))
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from npu_vlrl.engines.base import _joined
 from npu_vlrl.engines.inprocess.engine import InProcessEngine
 from npu_vlrl.kernels import modules
 from npu_vlrl.learner.pack import MicroBatch
 from npu_vlrl.model.tiny import write_tiny_model
-from npu_vlrl.types import Sample
+from npu_vlrl.types import Generation, Sample, Segment, SegmentKind, StopReason
 from npu_vlrl.workflow.export import ExportStyle, export
 from tests.support.episodes import RecordingEngine, Stage, long_episode
 from tests.support.learning import Probe, make_learner
@@ -107,8 +108,67 @@ def test_interrupted_turns_keep_the_experts_of_their_tokens() -> None:
         assert np.array_equal(experts_of(sample.routes[:-1]), experts_of(plain_routes(sample)[:-1]))
 
 
+@pytest.mark.parametrize(("first", "second", "expected"), [(3, 3, [0, 1, 2, 5]), (3, 4, [3, 4, 4, 5])])
+def test_tokens_that_were_computed_again(first: int, second: int, expected: list[int]) -> None:
+    """They keep the experts that sampled them, unless the weights have changed."""
+    special = loaded(tiny_folder(KIND)).policy.special
+
+    def action(rows: list[int], version: int) -> Segment:
+        routes = np.array(rows, np.int16)[:, None, None]
+        return Segment(
+            SegmentKind.ACTION,
+            (7,),
+            special,
+            logprobs=(-1.0,),
+            weight_versions=(version,),
+            stop_reason=StopReason.END_OF_TURN,
+            routes=routes,
+        )
+
+    prompt, reply = (Segment(kind, (5, 6), special) for kind in (SegmentKind.PROMPT, SegmentKind.OBSERVATION))
+    segments = (prompt, action([0, 1], first), reply, action([3, 4, 2 if first == second else 4, 5, 6], second))
+    sample = Sample("a", "a", segments, (1, 3), 0.0, 0.0, "a")
+    assert sample.routes is not None
+    assert sample.routes[:4, 0, 0].tolist() == expected and sample.routes[4:, 0, 0].tolist() == [6, -1]
+
+
+@pytest.mark.parametrize(("version", "expected"), [(1, [0, 1, 2, 9]), (2, [5, 6, 7, 9])])
+def test_parts_of_a_turn_that_were_computed_again(version: int, expected: list[int]) -> None:
+    def part(rows: list[int], ids: tuple[int, ...], version: int) -> Generation:
+        routes = np.array(rows, np.int16)[:, None, None]
+        return Generation(ids, (-1.0,) * len(ids), (version,) * len(ids), StopReason.INTERRUPTED, routes)
+
+    whole = _joined(part([0, 1, 2], (7, 8), 1), part([5, 6, 7, 9], (4,), version))
+    assert whole.routes is not None and whole.routes[:, 0, 0].tolist() == expected
+
+
+def test_in_bfloat16_evicted_turns_are_replayed_by_the_experts_that_sampled(tmp_path: Path) -> None:
+    """Without room for kept keys and values each turn computes its context again, and in 16 bits otherwise."""
+    folder = write_tiny_model(KIND, tmp_path / "model", seed=0, hidden=64, layers=8)
+    differ = 0
+    for seed in range(3):
+        stage = Stage(load(folder, dtype="bfloat16"))
+        stage.engine.cache_bytes = 1
+        for sample in played(stage, seed=seed):
+            assert sample.routes is not None
+            end = 0
+            for i, segment in enumerate(sample.segments):
+                end += len(segment)
+                if i in sample.trained:  # what the token before each sampled one met decided what was drawn
+                    assert segment.routes is not None
+                    own = slice(end - 1 - len(segment), end - 1)
+                    assert np.array_equal(sample.routes[own], segment.routes[-len(segment) :])
+                    again = [
+                        later.routes[: end - 1][own] for later in sample.segments[i + 1 :] if later.routes is not None
+                    ]
+                    differ += sum(
+                        not np.array_equal(experts_of(rows), experts_of(sample.routes[own])) for rows in again
+                    )
+    assert differ > 0, "otherwise nothing was tested"
+
+
 def without_replay(batch: MicroBatch) -> MicroBatch:
-    return dataclasses.replace(batch, routing=None)
+    return dataclasses.replace(batch, routes_TLk=None)
 
 
 def test_in_bfloat16_tokens_meet_other_experts_without_replay_and_the_same_with_it(tmp_path: Path) -> None:
@@ -119,8 +179,8 @@ def test_in_bfloat16_tokens_meet_other_experts_without_replay_and_the_same_with_
     learner = scoring_learner(stage.policy, stage.vision)
     differ, choices = {True: 0, False: 0}, 0
     for batch in learner._micro_batches(samples):
-        assert batch.routing is not None and batch.routing.routes_TLk is not None
-        engine_TLk = batch.routing.routes_TLk.long()
+        assert batch.routes_TLk is not None
+        engine_TLk = batch.routes_TLk.long()
         known_T = engine_TLk[:, 0, 0] >= 0
         choices += 8 * int(known_T.sum())
         for replayed, tried in ((True, batch), (False, without_replay(batch))):
@@ -143,9 +203,9 @@ def test_what_is_replayed_is_heard() -> None:
     samples = played(stage)
 
     def other_experts(batch: MicroBatch) -> MicroBatch:
-        assert batch.routing is not None and batch.routing.routes_TLk is not None
-        routes = batch.routing.routes_TLk
-        return dataclasses.replace(batch, routing=type(batch.routing)(torch.where(routes < 0, routes, 7 - routes)))
+        assert batch.routes_TLk is not None
+        routes = batch.routes_TLk
+        return dataclasses.replace(batch, routes_TLk=torch.where(routes < 0, routes, 7 - routes))
 
     engine = engine_logprobs(samples)
     assert largest_gap(learner_logprobs(stage.policy, stage.vision, samples), engine) < TOLERANCE

@@ -67,7 +67,7 @@ def test_a_healthy_machine() -> None:
     (device,) = report["devices"]
     assert (device["index"], device["physical"], device["memory_total_bytes"]) == (0, "0", None)
     names = [check["name"] for check in report["checks"]]
-    assert names[:3] == ["device 0", "streams", "recording"] and names[-1] == "collective"
+    assert names[:3] == ["device 0", "streams", "graph capture"] and names[-1] == "collective"
     assert all(check["ok"] and check["remedy"] is None for check in report["checks"])
     assert report["checks"][-1]["detail"] == "2 processes, gloo"
 

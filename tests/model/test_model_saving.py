@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from npu_vlrl.config import LoraConfig
+from npu_vlrl.config import ConfigError, LoraConfig
 from npu_vlrl.data.processor import ImageProcessor
 from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.folder import export_model
+from npu_vlrl.model.inspect import inspect_folder
 from npu_vlrl.model.saving import (
     published_config,
     published_tokenizer,
@@ -209,3 +210,31 @@ def test_heads_are_told_by_their_weights_and_not_by_the_config(tmp_path: Path) -
     save_model(model, tmp_path / "tied")
     assert (claims(tmp_path / "own"), claims(tmp_path / "tied")) == ([False], [True])
     assert torch.equal(plain_model(tmp_path / "tied").lm_head.weight, model.model.embed_tokens.weight)
+
+
+# --- mixtures of experts ---------------------------------------------------------------------------------------------
+
+
+def test_experts_are_written_as_published_and_read_back(tmp_path: Path) -> None:
+    """Published files of Qwen3-VL-MoE hold [experts, in, out], which transformers 4 computes with as they are."""
+    folder = write_tiny_model("qwen3_vl_moe", tmp_path / "model", 0, hidden=64)
+    files = load_file(folder / "model.safetensors")
+    (inputs, outputs) = (
+        files[f"model.language_model.layers.0.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj")
+    )
+    assert inputs.shape == (8, 64, 2 * 48) and outputs.shape == (8, 48, 64)
+    model = load(folder).policy.base
+    experts = model.model.language_model.layers[0].mlp.experts
+    assert torch.equal(experts.gate_up_proj, inputs.transpose(1, 2))
+    assert torch.equal(experts.down_proj, outputs.transpose(1, 2))
+
+
+@pytest.mark.parametrize("inner", [64, 32])
+def test_square_experts_are_refused(tmp_path: Path, inner: int) -> None:
+    """transformers transposes what does not fit, and these fit either way."""
+    folder = write_tiny_model("qwen3_vl_moe", tmp_path / "model", 0, hidden=64)
+    settings = json.loads((folder / "config.json").read_bytes())
+    settings["text_config"]["moe_intermediate_size"] = inner
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=f"`moe_intermediate_size` is {inner} and `hidden_size` 64"):
+        inspect_folder(folder)

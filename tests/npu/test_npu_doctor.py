@@ -51,7 +51,7 @@ def test_two_devices() -> None:
     assert {"varlen_attention", "rms_norm", "swiglu"} <= fused
     assert {f"kernel {op}" for op in fused} <= set(details(report))
     assert details(report)["streams"] == "two streams, ordered by events"
-    assert details(report)["recording"] == "none: every step of decoding is launched anew"
+    assert details(report)["graph capture"] == "none: every step of decoding is launched anew"
     assert details(report)["collective"] == "2 processes, cpu:gloo,npu:hccl"
 
 

@@ -132,6 +132,8 @@ class MixtureFacts:
     """The first dimension of its parameters counts experts."""
     chosen_key: str = "num_experts_per_tok"
     """The key of the language model's configuration that holds k."""
+    transposed: bool = True
+    """Whether published files hold the matrices of experts as [E, in, out], and transformers as [E, out, in]."""
     width_key: str = "moe_intermediate_size"
     """The key that holds the width inside an expert."""
 

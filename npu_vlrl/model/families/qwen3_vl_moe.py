@@ -18,9 +18,18 @@ class Qwen3VLMoE(Qwen3VL):
     vllm = False
     megatron = False
 
+    def problem(self, settings: Any) -> str | None:
+        text = settings.get_text_config()
+        if text.hidden_size in (text.moe_intermediate_size, 2 * text.moe_intermediate_size):
+            return (
+                f"`moe_intermediate_size` is {text.moe_intermediate_size} and `hidden_size` {text.hidden_size}, so "
+                "matrices of experts are square, and transformers cannot tell whether a file holds them transposed"
+            )
+        return None
+
     def tiny_config(self, ids: Mapping[str, int], rows: int, hidden: int, layers: int) -> dict[str, Any]:
         config = super().tiny_config(ids, rows, hidden, layers)
-        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden * 3 // 4}
         return config | {"text_config": config["text_config"] | experts}
 
 
