@@ -514,13 +514,11 @@ class Sample:
         routes = np.full((len(self), *parts[0][1].shape[1:]), -1, np.int16)
         version = None
         for i, rows in parts:
-            start = ends[i] - 1 - len(rows)
-            assert start >= 0, f"sample {self.id}: segment {i} has routes of tokens that are not in the sample"
-            known_T11 = routes[start : ends[i] - 1, :1, :1] >= 0
-            newest = self.segments[i].weight_versions[-1]
-            kept = known_T11 if newest == version else False
-            routes[start : ends[i] - 1] = np.where(kept, routes[start : ends[i] - 1], rows)
-            version = newest
+            span = slice(ends[i] - 1 - len(rows), ends[i] - 1)
+            assert span.start >= 0, f"sample {self.id}: segment {i} has routes of tokens that are not in the sample"
+            before, version = version, self.segments[i].weight_versions[-1]
+            kept_T11 = (routes[span, :1, :1] >= 0) & (before == version)
+            routes[span] = np.where(kept_T11, routes[span], rows)
         return routes
 
     @property
