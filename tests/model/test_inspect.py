@@ -294,7 +294,7 @@ CONFIG |= {
         change("config.json", model_type=kind),
         f"is of the model type {kind}; supported are glm4v, internvl, qwen2, qwen2_5_vl",
     )
-    for kind in ("mllama", "qwen3_5", "llava", "qwen3_vl_moe", "qwen3_moe", "unheard_of")
+    for kind in ("mllama", "qwen3_5", "llava", "qwen3_5_moe", "qwen3_moe", "unheard_of")
 }
 CONFIG |= {
     name: (
