@@ -135,7 +135,7 @@ def test_what_was_sampled_has_the_learners_probability(kind: str, dtype: str) ->
                 )
                 gaps += (found.float().cpu() - torch.tensor(segment.logprobs)).abs().tolist()
             at += len(segment)
-    assert len(gaps) == sum(len(a.token_ids) for turn in answers for a in turn) > 60
+    assert len(gaps) == sum(len(a.token_ids) for turn in answers for a in turn) > 20
     assert max(gaps) < PRECISION[dtype] and sum(gaps) / len(gaps) < PRECISION[dtype] / 5
 
 
