@@ -22,6 +22,9 @@ PLAIN_ROPE = ("default", "axial")
 """Rope types without a scaling. transformers 5 calls that of vision towers `axial`; transformers 4 has no name for it.
 """
 
+OLDER_KEYS = {"num_local_experts": "num_experts"}
+"""Keys of transformers 5, with those of published files, which both generations read."""
+
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 """Names of transformers 5, with those that both generations know."""
 
@@ -85,7 +88,7 @@ def published_config(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     published = dict(config)
     for name, part in config.items():
         if name.endswith("_config") and isinstance(part, dict):
-            published[name] = _without_rope_parameters(part)
+            published[name] = {OLDER_KEYS.get(key, key): value for key, value in _without_rope_parameters(part).items()}
     if "text_config" in published:  # transformers 4 looks there, transformers 5 in the whole
         published["text_config"]["tie_word_embeddings"] = tied
     return _without_rope_parameters(published) | {"tie_word_embeddings": tied}

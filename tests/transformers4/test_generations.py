@@ -44,6 +44,8 @@ pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 READER = Path(__file__).with_name("read_exports.py")
 TOLERANCE = 2e-5
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3")
+TINY = (*KINDS, "qwen3_vl_moe")
+"""Tiny models that are written as exports are; transformers 4 computes with experts in the layout of the file."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 """Other frequencies and another temperature of the attention, at every position."""
 
@@ -118,7 +120,7 @@ def made_cases(root: Path) -> Iterator[tuple[str, str]]:
     """A name, and the lines that load a folder made for it."""
     for kind in FAMILIES:
         yield from _family_cases(kind, root / kind)
-    for kind in KINDS:
+    for kind in TINY:
         yield f"{kind} tiny", lines_for(kind, write_tiny_model(kind, root / f"{kind} tiny", seed=1))
     flat = flattened(base_folder("qwen2_5_vl", True, root / "flat"))
     export_model(loaded_from(flat), root / "out flat")
@@ -197,7 +199,7 @@ KINDS_OF_EXPORT = (
 )
 NAMES = [
     *(f"{kind} {name}" for kind in FAMILIES for name in KINDS_OF_EXPORT),
-    *(f"{kind} tiny" for kind in KINDS),
+    *(f"{kind} tiny" for kind in TINY),
     "qwen2_5_vl flat",
 ]
 
