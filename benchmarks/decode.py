@@ -46,6 +46,7 @@ from npu_vlrl.learner.trainer import Learner
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.vision import VisionFeatures
 from npu_vlrl.types import Generation, ImageInput, Sample, SamplingParams, Segment, SegmentKind, SpecialTokens
+from npu_vlrl.workflow.base import action_segment
 
 FEATURE_BYTES = 4 << 30
 """Memory for vision features."""
@@ -130,12 +131,7 @@ def play(engine: InProcessEngine, asked: Sequence[Request], new: int) -> list[Ge
 
 def logprob_gap(made: Model, asked: Sequence[Request], generations: Sequence[Generation]) -> tuple[float, float]:
     """Largest and mean |engine - learner| log-probability of the sampled tokens, in nats."""
-    special = made.policy.special
-    samples = []
-    for one, told in zip(asked, generations, strict=True):
-        name = str(one.session)
-        prompt = Segment(SegmentKind.PROMPT, one.token_ids, special, one.images)
-        samples.append(Sample(name, name, (prompt, action(told, special)), (1,), 0.0, 0.0, name))
+    samples = samples_of(asked, generations, made.policy.special)
     # a correction wants the log-probabilities of the policy as it is
     config = AlgorithmConfig(preset="grpo", kl_coef=0.0, correction="tis")
     vision = VisionFeatures(made.policy, made.processor, FEATURE_BYTES)
@@ -147,15 +143,14 @@ def logprob_gap(made: Model, asked: Sequence[Request], generations: Sequence[Gen
     return float(gap_N.max()), float(gap_N.mean())
 
 
-def action(told: Generation, special: SpecialTokens) -> Segment:
-    return Segment(
-        SegmentKind.ACTION,
-        told.token_ids,
-        special,
-        logprobs=told.logprobs,
-        weight_versions=told.weight_versions,
-        stop_reason=told.stop_reason,
-    )
+def samples_of(asked: Sequence[Request], generations: Sequence[Generation], special: SpecialTokens) -> list[Sample]:
+    """A sample of each turn of a round, in order."""
+    samples = []
+    for one, told in zip(asked, generations, strict=True):
+        name = str(one.session)
+        prompt = Segment(SegmentKind.PROMPT, one.token_ids, special, one.images)
+        samples.append(Sample(name, name, (prompt, action_segment(told, special)), (1,), 0.0, 0.0, name))
+    return samples
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 from benchmarks import update_floor
-from benchmarks.decode import MICRO_BATCH_TOKENS, action, dtype_of, new_engine, sizes, step_limit
+from benchmarks.decode import MICRO_BATCH_TOKENS, dtype_of, new_engine, sizes, step_limit
 from benchmarks.setup import (
     QWEN_SPECIAL,
     SIZES,
@@ -63,6 +63,7 @@ from npu_vlrl.model.families import FAMILIES
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.tiny import tiny_tokenizer
 from npu_vlrl.types import Message, Sample, SamplingParams, Segment
+from npu_vlrl.workflow.base import action_segment
 from npu_vlrl.workflow.render import Renderer
 
 ALGORITHM = AlgorithmConfig(preset="grpo", kl_coef=0.0, max_logprob_gap=1.0)
@@ -144,7 +145,7 @@ async def sample(engine: InProcessEngine, asked: Sequence[Segment], workload: Wo
         answer = await sessions[number].generate([asked[group]], sampling)
         sessions[number].close()
         assert len(answer.token_ids) == workload.new, "nothing may end a response earlier"
-        segments, reward = (asked[group], action(answer, engine.policy.special)), rewards[group][member]
+        segments, reward = (asked[group], action_segment(answer, engine.policy.special)), rewards[group][member]
         name = f"{step}/{group}/{member}"
         return Sample(name, f"{step}/{group}", segments, (1,), reward, reward, name)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.decode import action, dtype_of, new_engine, shown, sizes, step_limit, words
+from benchmarks.decode import dtype_of, new_engine, shown, sizes, step_limit, words
 from benchmarks.setup import (
     SIZES,
     Limits,
@@ -43,6 +43,7 @@ from npu_vlrl.hardware import Platform
 from npu_vlrl.learner.flops import ModelFlops
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.types import ImageInput, SamplingParams, Segment, SegmentKind
+from npu_vlrl.workflow.base import action_segment
 
 PATCH_BYTES = 8 << 30
 """Room for the patches of all pictures, so that none is cut twice."""
@@ -145,7 +146,7 @@ async def play(engine: InProcessEngine, told: Sequence[Script], new: int) -> lis
             seed = number * len(told[number]) + turn
             answer = await sessions[number].generate(so_far, SamplingParams(new, seed=seed))
             assert len(answer.token_ids) == new, "nothing may end a turn earlier"
-            so_far.append(action(answer, engine.policy.special))
+            so_far.append(action_segment(answer, engine.policy.special))
         sessions[number].close()
         return so_far
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from benchmarks.decode import Workload, play, timed, words
+from benchmarks.decode import Workload, play, samples_of, timed, words
 from benchmarks.setup import QWEN_IDS, QWEN_SPECIAL, environment, peak_gib, platform, reset_peak, seconds, table, write
 from npu_vlrl.config import ModelConfig
 from npu_vlrl.engines.base import Request
@@ -36,7 +36,7 @@ from npu_vlrl.model.load import load_model
 from npu_vlrl.model.policy import Policy
 from npu_vlrl.model.routing import Routing, attach_routers
 from npu_vlrl.model.vision import VisionFeatures
-from npu_vlrl.types import Sample, SamplingParams, Segment, SegmentKind
+from npu_vlrl.types import SamplingParams
 
 WORKLOADS = {"30b-a3b": Workload((32,), 512, 128, 0), "tiny": Workload((8,), 40, 12, 0)}
 CHUNK = 1024
@@ -107,24 +107,6 @@ def requests(policy: Policy, workload: Workload) -> list[Request]:
     ]
 
 
-def sampled(engine: InProcessEngine, asked: Sequence[Request], new: int) -> list[Sample]:
-    special = engine.policy.special
-    samples = []
-    for one, told in zip(asked, play(engine, asked, new), strict=True):
-        action = Segment(
-            SegmentKind.ACTION,
-            told.token_ids,
-            special,
-            logprobs=told.logprobs,
-            weight_versions=told.weight_versions,
-            stop_reason=told.stop_reason,
-            routes=told.routes,
-        )
-        segments = (Segment(SegmentKind.PROMPT, one.token_ids, special), action)
-        samples.append(Sample(str(one.session), str(one.session), segments, (1,), 0.0, 0.0, str(one.session)))
-    return samples
-
-
 @torch.no_grad()
 def logprobs(policy: Policy, batch: MicroBatch, routing: Routing | None) -> Tensor:
     """Log-probabilities [N] of the sampled tokens."""
@@ -137,7 +119,7 @@ def logprobs(policy: Policy, batch: MicroBatch, routing: Routing | None) -> Tens
 
 @contextmanager
 def chosen_experts(policy: Policy) -> Iterator[list[Tensor]]:
-    """What the experts [T, k] of each layer are really asked for."""
+    """Experts [T, k] that each layer is asked for, recorded in front of the experts."""
     found: list[Tensor] = []
     assert policy.family.mixture is not None
     hooks = [
@@ -163,7 +145,7 @@ def measure(size: str, workload: Workload, repeats: int = 3) -> dict[str, Any]:
     for record in (False, True):
         engine = new_engine(policy, on, record)
         _, steps[record] = timed(partial(play, engine, asked), workload.new, on, repeats)
-    batch = collate(sampled(engine, asked, workload.new), policy)
+    batch = collate(samples_of(asked, play(engine, asked, workload.new), policy.special), policy)
     assert batch.routes_TLk is not None
     engine_TLk = batch.routes_TLk.to(policy.device)
     known_T = engine_TLk[:, 0, 0] >= 0

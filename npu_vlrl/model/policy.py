@@ -19,7 +19,7 @@ from npu_vlrl.kernels.kv_cache import KVCache
 from npu_vlrl.kernels.tree import Tree
 from npu_vlrl.model.families import FAMILIES, Family
 from npu_vlrl.model.positions import rotary_positions
-from npu_vlrl.model.routing import Routing, routers
+from npu_vlrl.model.routing import Routing, expert_layers
 from npu_vlrl.model.tower import Tower
 from npu_vlrl.model.versions import image_features
 from npu_vlrl.types import ImageInput, SpecialTokens
@@ -46,7 +46,8 @@ class Policy:
         facts = self.family.vision
         self.vision = None if facts is None else Tower(self.base, self.family, facts)
         """The vision tower; None for a text-only model."""
-        self.n_routers = len(routers(self.base, self.family))
+        self.mixtures = expert_layers(self.base, self.family)
+        """Mixtures of experts, in the order of their layers; none in a dense model."""
         head = self.head_weight
         self.forbidden = sorted(special.placeholders.union(range(n_tokens, head.shape[0])))
         """Ids that are never sampled."""
@@ -81,7 +82,9 @@ class Policy:
     def routes_shape(self) -> tuple[int, int] | None:
         """L and k of a token's routes, see `Routing`; None for a dense model."""
         mixture = self.family.mixture
-        return (self.n_routers, getattr(self.text.config, mixture.chosen_key)) if mixture and self.n_routers else None
+        if mixture is None or not self.mixtures:
+            return None
+        return len(self.mixtures), getattr(self.text.config, mixture.chosen_key)
 
     def shares_met(self) -> Iterator[tuple[nn.Parameter, float]]:
         """Each parameter of the layers, with the share of it that a token meets: k of E experts, else 1."""

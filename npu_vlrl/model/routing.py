@@ -69,11 +69,6 @@ def attach_routers(model: Any, family: Family) -> None:
         layer.register_forward_pre_hook(partial(_hand_over, path), with_kwargs=True)
 
 
-def routers(model: Any, family: Family) -> list[nn.Module]:
-    """The routers of a model, in the order of its layers; none where the model is dense."""
-    return [layer.get_submodule(path) for layer, path in _layers_with_router(model, family)]
-
-
 def expert_layers(model: Any, family: Family) -> list[nn.Module]:
     """The mixtures of a model, routers included, in the order of its layers."""
     return [layer.get_submodule(path.rpartition(".")[0]) for layer, path in _layers_with_router(model, family)]

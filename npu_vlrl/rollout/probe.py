@@ -15,6 +15,7 @@ import numpy as np
 from npu_vlrl.engines.base import Request
 from npu_vlrl.model.load import LoadedModel
 from npu_vlrl.types import Generation, Image, Message, Sample, SamplingParams, Segment, SegmentKind, StopReason
+from npu_vlrl.workflow.base import action_segment
 from npu_vlrl.workflow.render import Renderer
 
 DRAWS = 8
@@ -84,15 +85,7 @@ class Probe:
         return made
 
     def _action(self, answer: Generation) -> Segment:
-        return Segment(
-            SegmentKind.ACTION,
-            answer.token_ids,
-            self._renderer.special,
-            logprobs=answer.logprobs,
-            weight_versions=answer.weight_versions,
-            stop_reason=answer.stop_reason,
-            routes=answer.routes,
-        )
+        return action_segment(answer, self._renderer.special)
 
 
 def _random_image(seed: int) -> Image:

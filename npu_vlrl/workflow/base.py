@@ -6,7 +6,17 @@ import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
-from npu_vlrl.types import EngineSession, SamplingParams, Task, Trajectory
+from npu_vlrl.types import (
+    EngineSession,
+    Generation,
+    SamplingParams,
+    Segment,
+    SegmentKind,
+    SpecialTokens,
+    StopReason,
+    Task,
+    Trajectory,
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,22 @@ class Sampling:
         key = f"{self.seed}/{group}/{member}/{turn}".encode()
         seed = int.from_bytes(hashlib.sha256(key).digest()[:7])
         return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, seed)
+
+
+def action_segment(
+    generation: Generation, special: SpecialTokens, reward: float = 0.0, stop_reason: StopReason | None = None
+) -> Segment:
+    """The ACTION of a generation. `stop_reason` replaces the engine's. Raises ValueError as `Segment` does."""
+    return Segment(
+        SegmentKind.ACTION,
+        generation.token_ids,
+        special,
+        logprobs=generation.logprobs,
+        weight_versions=generation.weight_versions,
+        stop_reason=stop_reason or generation.stop_reason,
+        reward=reward,
+        routes=generation.routes,
+    )
 
 
 class Workflow(Protocol):

@@ -16,14 +16,13 @@ from npu_vlrl.types import (
     Generation,
     Message,
     Segment,
-    SegmentKind,
     Step,
     StopReason,
     Task,
     Trajectory,
     Turn,
 )
-from npu_vlrl.workflow.base import Sampling
+from npu_vlrl.workflow.base import Sampling, action_segment
 from npu_vlrl.workflow.render import Conversation, Renderer
 from npu_vlrl.workflow.texts import mended
 from npu_vlrl.workflow.tools.describe import describe_tools
@@ -118,15 +117,8 @@ class VisionMultiTurnAgenticWorkflow:
         stop = generation.stop_reason
         if stop is StopReason.TURN_BUDGET and budget < self.config.turn_tokens:
             stop = StopReason.CONTEXT_FULL
-        return Segment(
-            SegmentKind.ACTION,
-            generation.token_ids,
-            self.renderer.special,
-            logprobs=generation.logprobs,
-            weight_versions=generation.weight_versions,
-            stop_reason=stop,
-            reward=reward - self._overlong(len(generation.token_ids)),
-            routes=generation.routes,
+        return action_segment(
+            generation, self.renderer.special, reward - self._overlong(len(generation.token_ids)), stop
         )
 
     def _overlong(self, tokens: int) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from npu_vlrl.types import Generation, Message, SamplingParams, Segment, SegmentKind
+from npu_vlrl.workflow.base import action_segment
 from tests.support.episodes import Stage, an_image
 
 LOOKS = [an_image(60, 90, 1), an_image(100, 40, 2)]
@@ -44,15 +45,7 @@ def generate_all(stage: Stage, requests: Sequence[tuple[Sequence[Segment], Sampl
 
 def continued(stage: Stage, context: Sequence[Segment], generation: Generation, text: str) -> list[Segment]:
     """The context of the turn after this one, with a reply of some words."""
-    action = Segment(
-        SegmentKind.ACTION,
-        generation.token_ids,
-        stage.policy.special,
-        logprobs=generation.logprobs,
-        weight_versions=generation.weight_versions,
-        stop_reason=generation.stop_reason,
-        routes=generation.routes,
-    )
+    action = action_segment(generation, stage.policy.special)
     ids = tuple(stage.loaded.tokenizer.encode(text, add_special_tokens=False))
     return [*context, action, Segment(SegmentKind.OBSERVATION, ids, stage.policy.special)]
 

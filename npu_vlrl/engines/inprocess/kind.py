@@ -10,7 +10,6 @@ from npu_vlrl.engines.kind import EngineKind, EngineProcess
 from npu_vlrl.hardware import Platform
 from npu_vlrl.kernels.graph_capture import can_capture, can_capture_experts
 from npu_vlrl.model.policy import Policy
-from npu_vlrl.model.routing import expert_layers
 
 
 class InProcess(EngineKind):
@@ -35,9 +34,8 @@ def _captures(platform: Platform, policy: Policy) -> bool:
     """Whether all that a decode step consists of can be captured."""
     if not can_capture(platform, policy.device, policy.dtype):
         return False
-    experts = next(iter(expert_layers(policy.base, policy.family)), None)
     tokens = policy.head_weight[None, :2]  # any two; the router sends them to different experts
-    return experts is None or can_capture_experts(platform, experts, tokens)
+    return all(can_capture_experts(platform, mixture, tokens) for mixture in policy.mixtures[:1])
 
 
 KIND = InProcess()
